@@ -1,0 +1,86 @@
+"""Torch's own fused attention, where it does the job exactly and no slower: no bias, or short lengths.
+
+Without a bias, causal and full attention go to `scaled_dot_product_attention` as they are. At short lengths any bias and
+any mask go there too, as one dense float32 tensor of heads × queries × keys; past `DENSE` entries that tensor
+would cost more than it saves.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lengthen.attention.biases import Bias, Decay
+from lengthen.attention.masks import Bidirectional, Causal, Mask
+
+DENSE = 1 << 20  # entries of a dense bias: 4 MB
+
+
+def unfit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | None,
+    decay: Decay | None,
+    mask: Mask,
+    scale: float,
+    q_start: int,
+    return_lse: bool,
+    by_choice: bool,
+) -> str:
+    """Return why this call is not for torch's own attention; empty: it is."""
+    if return_lse:
+        return "it does not return lse"
+    if decay is not None:
+        return "it knows no decay"
+    if not (q.shape[0] and q.shape[2] and k.shape[2]):
+        return "there is nothing to read"
+    if bias is not None and any(t is not None and t.requires_grad for t in bias.tensors):
+        return "the bias needs a gradient, and its own is not deterministic"
+    if _plain(q, k, bias, mask, q_start) is None:
+        first, last = mask.interval(q.shape[2], k.shape[2], q_start, q.device)
+        if by_choice and first.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] > DENSE:
+            return f"a dense bias would have more than {DENSE} entries"
+        if bool((first > last).any()):
+            return "some query sees no key"
+        everything = bool((first == 0).all() and (last == k.shape[2] - 1).all())
+    else:
+        everything = isinstance(mask, Bidirectional)
+        if by_choice and v.shape[3] != q.shape[3]:
+            return "the value width is not head_dim, for which it holds all scores at once"
+    if not everything and not all(bool(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()) for x in (q, k, v)):
+        return "an input is not finite, and it would let hidden keys leak"
+    return ""
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, decay: Decay | None, mask: Mask, scale: float, q_start: int
+) -> Tensor:
+    """Return out; only for calls that `unfit` has no word against."""
+    dtype, grouped = q.dtype, q.shape[1] != k.shape[1]
+    plain = _plain(q, k, bias, mask, q_start)
+    # A bias in 16 bits is wrong, and 16-bit floats are slow on most CPUs: there the call is made in float32.
+    if dtype in (torch.float16, torch.bfloat16) and (plain is None or q.device.type == "cpu"):
+        q, k, v = q.float(), k.float(), v.float()
+    if plain is not None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=plain, scale=scale, enable_gqa=grouped)
+        return out.to(dtype)
+    i = torch.arange(q.shape[2], device=q.device)[:, None] + q_start
+    j = torch.arange(k.shape[2], device=q.device)
+    first, last = mask.interval(q.shape[2], k.shape[2], q_start, q.device)
+    visible = ((j >= first[..., None]) & (j <= last[..., None]))[:, None]
+    dense = visible
+    if bias is not None:
+        distance = (i - j).where(visible.any(0)[0], 0)
+        dense = bias.at(distance, q.dtype).masked_fill(~visible, -torch.inf)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, scale=scale, enable_gqa=grouped).to(dtype)
+
+
+def _plain(q: Tensor, k: Tensor, bias: Bias | None, mask: Mask, q_start: int) -> bool | None:
+    """Return is_causal for a call that needs no dense bias; None for others."""
+    if bias is not None or mask.key_start is not None or mask.document_starts is not None:
+        return None
+    if isinstance(mask, Bidirectional):
+        return False
+    return True if isinstance(mask, Causal) and q_start == 0 and q.shape[2] == k.shape[2] else None

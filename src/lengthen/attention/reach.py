@@ -1,0 +1,128 @@
+"""Reach: how far back an ALiBi head must look, proven before any far key is read.
+
+For a query i of a head with slope m, let ℓ be the log-sum-exp of the scores read so far. All keys of the head lie in a
+ball, ‖k_j − c‖ ≤ r, so by Cauchy–Schwarz no score without its bias is above
+
+    s_i = scale·(q_i·c + ‖q_i‖·r).
+
+Keys at distance D and more carry a bias of −m·D at most, one step less each: a geometric series. Together they weigh
+
+    Σ_{d ≥ D} exp(s_i − m·d)  =  exp(s_i − m·D) / (1 − e^(−m)),
+
+which is at most tolerance·e^ℓ as soon as
+
+    D  ≥  (s_i − ℓ − log tolerance − log(1 − e^(−m))) / m.
+
+That D is the query's reach. Leaving out a share ε ≤ tolerance of a row's mass moves its output by at most
+2·ε·max‖v‖: ε·max‖v‖ for what is missing, and as much again for what the rest is scaled up by.
+
+The centre c is the mean key. The softmax does not see a shift that is common to all keys, so the bound need not pay for
+it: the keys of a trained head share a large mean. A decay breaks that (its factors differ from key to key), and then
+c = 0; decayed shares are smaller than plain ones, so the bound still holds.
+
+Whatever is not finite (NaN or ∞ among the inputs, a slope of 0, a tolerance of 0, no key read yet) makes D infinite:
+everything is read.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lengthen.attention.biases import Linear
+from lengthen.attention.masks import Causal, Mask
+
+NEAR = 128  # the public `reach` takes ℓ from this many of a query's nearest keys
+
+
+def default_tolerance(dtype: torch.dtype) -> float:
+    """Return half a unit in the last place of `dtype`: what is left unread then vanishes in rounding."""
+    return torch.finfo(dtype).eps / 2
+
+
+@dataclass(frozen=True, eq=False)
+class Ball:
+    """A ball that holds all keys of a head: centre `[B, Hk, D]`, radius `[B, Hk]`, in the dtype computed in."""
+
+    centre: Tensor
+    radius: Tensor
+
+    def highest_score(self, q: Tensor, batch: slice, head: int) -> Tensor:
+        """Return an upper bound of q·k over every key, `[b, rows]`; q is `[b, rows, D]`, scaled already."""
+        along = (q @ self.centre[batch, head].unsqueeze(-1)).squeeze(-1)
+        return along + q.norm(dim=-1) * self.radius[batch, head].unsqueeze(-1)
+
+
+def enclosing_ball(k: Tensor, centred: bool = True, step: int = 4096) -> Ball:
+    """Return a ball around the keys `[B, Hk, L, D]`; not centred, it is around the origin."""
+    compute = torch.promote_types(k.dtype, torch.float32)
+    centre = k.mean(dim=2, dtype=compute) if centred else k.new_zeros(*k.shape[:2], k.shape[3], dtype=compute)
+    radius = centre.new_zeros(k.shape[:2])
+    for part in k.split(step, dim=2):
+        radius = torch.maximum(radius, (part - centre.unsqueeze(2)).norm(dim=-1).amax(dim=-1))
+    # Norms, q·c and ℓ itself are rounded: each by less than head_dim·eps of ‖q‖·(‖c‖ + r). Widen the ball by eight.
+    slack = 8 * k.shape[3] * torch.finfo(compute).eps
+    return Ball(centre, radius + slack * (radius + centre.norm(dim=-1)))
+
+
+def distance(highest: Tensor, lse: Tensor, slope: float, tolerance: float) -> Tensor:
+    """Return D: keys at distance D and more may be left unread. Infinite where the bound says nothing."""
+    if not (slope > 0 and tolerance > 0 and math.isfinite(slope)):
+        return torch.full_like(highest, torch.inf)
+    unread = -math.log(tolerance) - math.log(-math.expm1(-slope))
+    return ((highest - lse + unread) / slope).ceil().nan_to_num(nan=torch.inf, posinf=torch.inf).clamp(min=0)
+
+
+def reach(
+    q: Tensor,
+    k: Tensor,
+    bias: Linear,
+    tolerance: float | None = None,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    q_start: int | None = None,
+) -> Tensor:
+    """Return how many positions back each query must look, int64 `[B, H, Lq]`.
+
+    Keys at that distance and more weigh no more than `tolerance` of the row together (None: half a unit in the last
+    place of q's dtype). Never more than the query can see; where the bound says nothing, all that it can see.
+    The attention call reads no more than this, rounded up to whole blocks: what it has read already sharpens ℓ.
+
+    >>> import torch, lengthen
+    >>> q, k = torch.zeros(2, 1, 8, 1000, 64)
+    >>> lengthen.reach(q, k, lengthen.Linear(lengthen.alibi_slopes(8)))[0, :, -1].tolist()
+    [35, 72, 147, 303, 619, 1000, 1000, 1000]
+    """
+    from lengthen.attention.op import check_call  # the call's own checks; it imports this module
+
+    if not isinstance(bias, Linear):
+        raise TypeError(f"bias: expected Linear (no other bias has a bounded reach), got {type(bias).__name__}")
+    mask = Causal() if mask is None else mask
+    call = check_call(q, k, k, bias, None, mask, scale, q_start, tolerance)
+    compute = torch.promote_types(q.dtype, torch.float32)
+    first, last = mask.interval(q.shape[2], k.shape[2], call.q_start, q.device)
+    position = torch.arange(q.shape[2], device=q.device) + call.q_start
+    behind = torch.minimum(last, position)  # reach looks back; keys ahead have their own side
+    ball = enclosing_ball(k)
+    result = torch.empty(q.shape[:3], dtype=torch.int64, device=q.device)
+    for h in range(q.shape[1]):
+        slope = bias.slopes[h].item()
+        for i0 in range(0, q.shape[2], NEAR):
+            rows = slice(i0, i0 + NEAR)
+            q_rows = q[:, h, rows].to(compute) * call.scale
+            lo = max(0, int(behind[:, rows].amin()) - NEAR + 1)
+            hi = max(lo, int(behind[:, rows].amax()) + 1)
+            j = torch.arange(lo, hi, device=q.device)
+            score = q_rows @ k[:, h * k.shape[1] // q.shape[1], lo:hi].to(compute).mT
+            score = score - slope * (position[rows, None] - j).to(compute)
+            seen = (j >= first[:, rows, None]) & (j <= behind[:, rows, None])
+            lse = score.masked_fill(~seen, -torch.inf).logsumexp(dim=-1)
+            highest = ball.highest_score(q_rows, slice(None), h * k.shape[1] // q.shape[1])
+            most = (position[rows] - first[:, rows] + 1).clamp(min=0).expand_as(lse)
+            far = distance(highest, lse, slope, call.tolerance)
+            result[:, h, rows] = torch.minimum(far, most.to(compute)).long()
+    return result
