@@ -63,6 +63,10 @@ class Linear:
         """What gradients flow to: behind, ahead."""
         return self.slopes, self.ahead
 
+    def of(self, heads: slice) -> Linear:
+        """Return the bias of some of the heads."""
+        return Linear(self.slopes[heads], None if self.ahead is None else self.ahead[heads])
+
     def at(self, distance: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the bias at integer distances i − j, `[heads, *distance.shape]`."""
         integer_distance(distance)
@@ -104,6 +108,10 @@ class Table:
     def tensors(self) -> tuple[Tensor, Tensor | None]:
         """What gradients flow to: behind, ahead."""
         return self.values, self.ahead
+
+    def of(self, heads: slice) -> Table:
+        """Return the bias of some of the heads."""
+        return Table(self.values[heads], None if self.ahead is None else self.ahead[heads])
 
     def at(self, distance: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the bias at integer distances i − j, `[heads, *distance.shape]`."""

@@ -8,6 +8,7 @@ read, and sums in a fixed order without atomics, so two runs are equal.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from lengthen.attention.biases import Bias, Decay, Linear
 from lengthen.attention.masks import Mask
 from lengthen.attention.reference import weigh
-from lengthen.attention.tiles import NEAR, Call, Tile, diagonal_sums
+from lengthen.attention.tiles import Call, Tile, diagonal_sums
 
 
 @torch.compiler.disable
@@ -42,14 +43,20 @@ def attention(
 
 
 class _Softmax:
-    """A running softmax-weighted sum over chunks of keys."""
+    """A running softmax-weighted sum over chunks of keys, for the rows of a tile."""
 
     def __init__(self, tile: Tile) -> None:
-        rows = (*tile.q.shape[:2], 1)
-        self.top = tile.q.new_full(rows, -torch.inf)
-        self.total = tile.q.new_zeros(rows)
-        self.sum = tile.q.new_zeros(*tile.q.shape[:2], tile.call.v.shape[3])
         self.tile = tile
+        self.top = tile.q.new_full((*tile.q.shape[:3], 1), -torch.inf)
+        self.total = torch.zeros_like(self.top)
+        self.sum = tile.q.new_zeros(*tile.q.shape[:3], tile.call.v.shape[3])
+
+    def head(self, i: int) -> _Softmax:
+        """Return the state of the i-th head alone: a view, so that what it reads lands here."""
+        one = copy(self)
+        one.tile = self.tile.head(i)
+        one.top, one.total, one.sum = (x[:, i : i + 1] for x in (self.top, self.total, self.sum))
+        return one
 
     def absorb(self, lo: int, hi: int) -> None:
         """Read the keys [lo, hi)."""
@@ -57,16 +64,15 @@ class _Softmax:
         score = self.tile.scores(lo, hi, self.tile.sides(lo, hi), visible)
         top = torch.maximum(self.top, score.amax(dim=-1, keepdim=True))
         base = top.masked_fill(top == -torch.inf, 0)
-        weight, fade = score.sub_(base).exp_(), (self.top - base).exp_()
-        self.top, self.total = top, self.total * fade + weight.sum(dim=-1, keepdim=True)
-        v = self.tile.values(lo, hi)
-        if self.tile.call.finite or visible is None:
-            self.sum = self.sum.mul_(fade).baddbmm_(weight, v)
-        else:
-            self.sum = self.sum * fade + weigh(weight.unsqueeze(1), v.unsqueeze(1), visible.unsqueeze(1)).squeeze(1)
+        weight, fade = score.sub_(base).exp_(), self.top.sub_(base).exp_()
+        self.total.mul_(fade).add_(weight.sum(dim=-1, keepdim=True))
+        v = self.tile.of_keys(self.tile.call.v, lo, hi)
+        careful = visible is not None and not self.tile.call.finite
+        self.sum.mul_(fade).add_(weigh(weight, v, visible) if careful else weight @ v)
+        self.top.copy_(top)
 
     def lse(self) -> Tensor:
-        """Return the log-sum-exp of what has been read, `[b, r]`."""
+        """Return the log-sum-exp of what has been read, `[b, h, r]`."""
         return (self.top + self.total.log()).squeeze(-1)
 
     def out(self) -> Tensor:
@@ -74,21 +80,26 @@ class _Softmax:
         return self.sum / self.total.masked_fill(self.total == 0, 1)
 
 
-def _read(tile: Tile) -> tuple[_Softmax, tuple[int, int]]:
-    """Read a tile's keys, nearest first, as far as it reaches; say which [lo, hi) that was."""
+def _read(tile: Tile) -> tuple[_Softmax, list[tuple[int, int]]]:
+    """Read a tile's keys, nearest first, as far as each head reaches; say which [lo, hi) that was for each."""
     state, block = _Softmax(tile), tile.block
-    lo, hi = block.lo, block.hi
-    start = max(lo, min(hi, block.low - NEAR))
-    end = max(start, min(hi, block.high + 1 + (NEAR if tile.call.two_sided else 0)))
-    for chunk in tile.chunks(start, end):
+    for chunk in tile.chunks(block.start, block.end):
         state.absorb(*chunk)
-    while start > (lo := tile.needs_from(lo, start, state.lse())):
-        state.absorb(max(lo, start - tile.size), start)
-        start = max(lo, start - tile.size)
-    while end < (hi := tile.needs_until(hi, end, state.lse())):
-        state.absorb(end, min(hi, end + tile.size))
-        end = min(hi, end + tile.size)
-    return state, (start, end)
+    lows, highs = tile.needs_from(block.start, state.lse()), tile.needs_until(block.end, state.lse())
+    spans = []
+    for i, (lo, hi) in enumerate(zip(lows, highs, strict=True)):
+        start, end = block.start, block.end
+        one = state.head(i) if lo < start or end < hi else state
+        while lo < start:
+            start, unread = max(lo, start - one.tile.size), start
+            one.absorb(start, unread)
+            lo = max(lo, *one.tile.needs_from(start, one.lse())) if lo < start else lo
+        while end < hi:
+            end, unread = min(hi, end + one.tile.size), end
+            one.absorb(unread, end)
+            hi = min(hi, *one.tile.needs_until(end, one.lse())) if end < hi else hi
+        spans.append((start, end))
+    return state, spans
 
 
 class _Chunked(torch.autograd.Function):
@@ -113,13 +124,12 @@ class _Chunked(torch.autograd.Function):
         call = Call(q, k, v, bias, decay, first, last, scale, q_start, tolerance)
         out = q.new_zeros(*q.shape[:3], v.shape[3])
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=call.compute)
-        read = {}
-        for block in call.blocks():
-            for head in range(q.shape[1]):
-                state, span = _read(Tile(call, block, head))
-                read[block.batch.start, block.rows.start, head] = span
-                out[block.batch, head, block.rows] = state.out().flip(1).to(out.dtype)
-                lse[block.batch, head, block.rows] = state.lse().flip(1)
+        read = []
+        for tile in call.tiles():
+            state, spans = _read(tile)
+            rows = (tile.block.batch, tile.heads, tile.block.rows)
+            out[rows], lse[rows] = state.out().flip(2).to(out.dtype), state.lse().flip(2)
+            read.append(spans)
         ctx.save_for_backward(q, k, v, behind, ahead, rates, first, last, out, lse)
         ctx.kind, ctx.scale, ctx.q_start, ctx.read = kind, scale, q_start, read
         return out, lse
@@ -134,10 +144,8 @@ class _Chunked(torch.autograd.Function):
             call = Call(q, k, v, bias, decay, first, last, ctx.scale, ctx.q_start, tolerance=0)
             grads = _Gradients(call, ctx.needs_input_grad)
             share = (d_out.to(call.compute) * out.to(call.compute)).sum(dim=-1) - d_lse  # Σ_j weight·d_weight
-            for block in call.blocks():
-                for head in range(q.shape[1]):
-                    span = ctx.read[block.batch.start, block.rows.start, head]
-                    grads.add(Tile(call, block, head), span, d_out, share, lse)
+            for tile, spans in zip(call.tiles(), ctx.read, strict=True):
+                grads.add(tile, spans, d_out, share, lse)
         return (*grads.result(), *[None] * 6)
 
 
@@ -152,43 +160,58 @@ class _Gradients:
         self.ahead = torch.zeros_like(ahead, dtype=torch.float64) if wanted[4] and ahead is not None else None
         self.log_rates = torch.zeros_like(call.log_rates) if wanted[5] and call.decay is not None else None
 
-    def add(self, tile: Tile, span: tuple[int, int], d_out: Tensor, share: Tensor, lse: Tensor) -> None:
-        """Add what one tile contributes."""
-        block, head, group = tile.block, tile.head, tile.key_head
-        rows = (block.batch, head, block.rows)
-        d_o = d_out[rows].flip(1).to(self.call.compute)
-        minus_share, base = -share[rows].flip(1).unsqueeze(-1), lse[rows].flip(1).unsqueeze(-1)
+    def add(self, tile: Tile, spans: list[tuple[int, int]], d_out: Tensor, share: Tensor, lse: Tensor) -> None:
+        """Add what one tile contributes: its nearest keys for all heads together, the others head by head."""
+        block, rows = tile.block, (tile.block.batch, tile.heads, tile.block.rows)
+        d_o, minus_share, base = (x[rows].to(self.call.compute).flip(2) for x in (d_out, -share, lse))
         base = base.masked_fill(base == -torch.inf, 0)
+        given = (d_o, minus_share.unsqueeze(-1), base.unsqueeze(-1))
         d_q = torch.zeros_like(tile.q)
-        for lo, hi in tile.chunks(*span):
-            sides = tile.sides(lo, hi)
-            weight = tile.scores(lo, hi, sides, block.visible(lo, hi)).sub_(base).exp_()
-            self.v[block.batch, group, lo:hi] += torch.bmm(weight.mT, d_o)
-            d_score = torch.baddbmm(minus_share, d_o, tile.values(lo, hi).mT).mul_(weight)
+        self._add_keys(tile, block.start, block.end, d_q, *given)
+        for i, (lo, hi) in enumerate(spans):
+            if lo < block.start or block.end < hi:
+                one, of_head = tile.head(i), [x[:, i : i + 1] for x in (d_q, *given)]
+                self._add_keys(one, lo, block.start, *of_head)
+                self._add_keys(one, block.end, hi, *of_head)
+        self.q[rows] = d_q.flip(2) * self.call.scale
+
+    def _add_keys(
+        self, tile: Tile, lo: int, hi: int, d_q: Tensor, d_o: Tensor, minus_share: Tensor, base: Tensor
+    ) -> None:
+        """Add what a tile's keys [lo, hi) contribute; base is lse, minus_share −Σ_j weight·d_weight."""
+        for start, end in tile.chunks(lo, hi):
+            sides = tile.sides(start, end)
+            weight = tile.scores(start, end, sides, tile.block.visible(start, end)).sub_(base).exp_()
+            self._add_to_keys(self.v, tile, start, end, weight.mT @ d_o)
+            d_score = (d_o @ tile.of_keys(self.call.v, start, end).mT).add_(minus_share).mul_(weight)
             for side in sides:
                 d_q_side, d_k_side, d_log_rate = side.pull(d_score)
                 d_q += d_q_side
-                self.k[block.batch, group, lo:hi] += d_k_side
+                self._add_to_keys(self.k, tile, start, end, d_k_side)
                 if self.log_rates is not None and d_log_rate is not None:
-                    self.log_rates[head] += d_log_rate
+                    self.log_rates[tile.heads] += d_log_rate
             if self.behind is not None or self.ahead is not None:
-                self._add_bias(tile, lo, hi, diagonal_sums(d_score).double())
-        self.q[rows] = d_q.flip(1) * self.call.scale
+                self._add_bias(tile, tile.distances(start, end), diagonal_sums(d_score).double())
 
-    def _add_bias(self, tile: Tile, lo: int, hi: int, along: Tensor) -> None:
-        """Add a chunk's share, given the sums of its scores' gradient at each distance from high to low."""
-        distance = tile.distances(lo, hi)
-        is_behind = distance >= 0
-        one_sided = self.call.bias is not None and self.call.bias.tensors[1] is None
-        for grad, side in ((self.behind, is_behind), (self.behind if one_sided else self.ahead, ~is_behind)):
+    @staticmethod
+    def _add_to_keys(grad: Tensor, tile: Tile, lo: int, hi: int, d: Tensor) -> None:
+        """Add a gradient for each query head to the key head that they share."""
+        target = grad[tile.block.batch, tile.key_heads, lo:hi]
+        target += d if d.shape[1] == target.shape[1] else d.unflatten(1, (target.shape[1], -1)).sum(dim=2)
+
+    def _add_bias(self, tile: Tile, distance: Tensor, along: Tensor) -> None:
+        """Add a chunk's share, given the sums of its scores' gradient `[h, …]` at each distance, falling."""
+        assert self.call.bias is not None
+        of_ahead = self.behind if self.call.bias.ahead is None else self.ahead
+        for grad, side in ((self.behind, distance >= 0), (of_ahead, distance < 0)):
             if grad is None:
                 continue
+            steps, sums = distance[side].abs(), along[:, side]
             if isinstance(self.call.bias, Linear):
-                grad[tile.head] -= (along[side] * distance[side].abs()).sum()
+                grad[tile.heads] -= (sums * steps).sum(dim=1)
             else:
-                d = distance[side].abs()
-                inside = d < grad.shape[1]  # beyond it, no query sees anything
-                grad[tile.head, d[inside]] += along[side][inside]  # each distance once: a plain assignment
+                inside = steps < grad.shape[1]  # beyond it, no query sees anything
+                grad[tile.heads, steps[inside]] += sums[:, inside]  # each distance once: no accumulation
 
     def result(self) -> tuple[Tensor | None, ...]:
         """Return the gradients in the order of the inputs, each in its input's dtype."""

@@ -50,10 +50,12 @@ class Ball:
     centre: Tensor
     radius: Tensor
 
-    def highest_score(self, q: Tensor, batch: slice, head: int) -> Tensor:
-        """Return an upper bound of q·k over every key, `[b, rows]`; q is `[b, rows, D]`, scaled already."""
-        along = (q @ self.centre[batch, head].unsqueeze(-1)).squeeze(-1)
-        return along + q.norm(dim=-1) * self.radius[batch, head].unsqueeze(-1)
+    def highest_score(self, q: Tensor, batch: slice, key_heads: slice) -> Tensor:
+        """Return an upper bound of q·k over every key, `[b, h, rows]`; q is `[b, h, rows, D]`, scaled already."""
+        centre, radius = self.centre[batch, key_heads], self.radius[batch, key_heads]
+        each = q.shape[1] // centre.shape[1]
+        centre, radius = centre.repeat_interleave(each, dim=1), radius.repeat_interleave(each, dim=1)
+        return (q @ centre.unsqueeze(-1)).squeeze(-1) + q.norm(dim=-1) * radius.unsqueeze(-1)
 
 
 def enclosing_ball(k: Tensor, centred: bool = True, step: int = 4096) -> Ball:
@@ -68,12 +70,13 @@ def enclosing_ball(k: Tensor, centred: bool = True, step: int = 4096) -> Ball:
     return Ball(centre, radius + slack * (radius + centre.norm(dim=-1)))
 
 
-def distance(highest: Tensor, lse: Tensor, slope: float, tolerance: float) -> Tensor:
-    """Return D: keys at distance D and more may be left unread. Infinite where the bound says nothing."""
-    if not (slope > 0 and tolerance > 0 and math.isfinite(slope)):
-        return torch.full_like(highest, torch.inf)
-    unread = -math.log(tolerance) - math.log(-math.expm1(-slope))
-    return ((highest - lse + unread) / slope).ceil().nan_to_num(nan=torch.inf, posinf=torch.inf).clamp(min=0)
+def distance(highest: Tensor, lse: Tensor, slopes: Tensor, tolerance: float) -> Tensor:
+    """Return D `[b, h, rows]`: keys at that distance and more may be left unread. Infinite where nothing is proven."""
+    if tolerance <= 0:
+        return torch.full_like(lse, torch.inf)
+    slopes = slopes.to(lse.dtype).unsqueeze(-1)
+    unread = highest - lse - math.log(tolerance) - torch.log(-torch.expm1(-slopes))
+    return (unread / slopes).ceil().nan_to_num(nan=torch.inf, posinf=torch.inf).clamp(min=0)
 
 
 def reach(
@@ -103,26 +106,23 @@ def reach(
         raise TypeError(f"bias: expected Linear (no other bias has a bounded reach), got {type(bias).__name__}")
     mask = Causal() if mask is None else mask
     call = check_call(q, k, k, bias, None, mask, scale, q_start, tolerance)
-    compute = torch.promote_types(q.dtype, torch.float32)
-    first, last = mask.interval(q.shape[2], k.shape[2], call.q_start, q.device)
+    compute, heads = torch.promote_types(q.dtype, torch.float32), slice(None)
+    first, last = (x.unsqueeze(1) for x in mask.interval(q.shape[2], k.shape[2], call.q_start, q.device))
     position = torch.arange(q.shape[2], device=q.device) + call.q_start
-    behind = torch.minimum(last, position)  # reach looks back; keys ahead have their own side
+    last = torch.minimum(last, position)  # reach looks back; what is ahead has its own side
     ball = enclosing_ball(k)
     result = torch.empty(q.shape[:3], dtype=torch.int64, device=q.device)
-    for h in range(q.shape[1]):
-        slope = bias.slopes[h].item()
-        for i0 in range(0, q.shape[2], NEAR):
-            rows = slice(i0, i0 + NEAR)
-            q_rows = q[:, h, rows].to(compute) * call.scale
-            lo = max(0, int(behind[:, rows].amin()) - NEAR + 1)
-            hi = max(lo, int(behind[:, rows].amax()) + 1)
-            j = torch.arange(lo, hi, device=q.device)
-            score = q_rows @ k[:, h * k.shape[1] // q.shape[1], lo:hi].to(compute).mT
-            score = score - slope * (position[rows, None] - j).to(compute)
-            seen = (j >= first[:, rows, None]) & (j <= behind[:, rows, None])
-            lse = score.masked_fill(~seen, -torch.inf).logsumexp(dim=-1)
-            highest = ball.highest_score(q_rows, slice(None), h * k.shape[1] // q.shape[1])
-            most = (position[rows] - first[:, rows] + 1).clamp(min=0).expand_as(lse)
-            far = distance(highest, lse, slope, call.tolerance)
-            result[:, h, rows] = torch.minimum(far, most.to(compute)).long()
+    for i in range(0, q.shape[2], NEAR):
+        rows = slice(i, i + NEAR)
+        q_rows, here = q[:, :, rows].to(compute) * call.scale, position[rows]
+        lo = max(0, int(last[..., rows].amin()) - NEAR + 1)
+        hi = max(lo, int(last[..., rows].amax()) + 1)
+        j = torch.arange(lo, hi, device=q.device)
+        near = k[:, :, lo:hi].to(compute).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        score = q_rows @ near.mT + bias.at(here[:, None] - j, compute)
+        seen = (j >= first[..., rows, None]) & (j <= last[..., rows, None])
+        lse = score.masked_fill(~seen, -torch.inf).logsumexp(dim=-1)
+        far = distance(ball.highest_score(q_rows, heads, heads), lse, bias.slopes, call.tolerance)
+        most = (here - first[..., rows] + 1).clamp(min=0)
+        result[:, :, rows] = torch.minimum(far, most.to(compute)).long()
     return result

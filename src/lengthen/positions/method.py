@@ -1,0 +1,102 @@
+"""Where position enters a transformer: four places, and a method overrides those it needs.
+
+    embed     x + something of the position       before the first layer      sinusoidal, learned
+    rotate    queries and keys turned by angles    in each layer               rotary, xPos
+    decay     rates[f]^|i − j| on each feature     inside the attention op     xPos
+    bias      a function of i − j on each score    inside the attention op     ALiBi, T5, Kerple, Sandwich
+
+The rest of a model calls all four and is blind to which method it has. One module serves every layer, so what
+is learned here is shared by them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lengthen.attention.biases import Bias, Decay
+from lengthen.attention.checks import describe, index_tensor, whole_number
+
+PLACES = ("embed", "rotate", "decay", "bias")
+
+
+class PositionMethod(nn.Module):
+    """A way to tell a transformer where its tokens stand; this base class tells it nothing.
+
+    Numbers that are fixed (slopes, frequencies) are not buffers, because `module.to(torch.bfloat16)` would
+    round them: they are computed where they are needed, in float32 at least, on the module's device. Learned
+    numbers are parameters, which the caller may cast; what `decay` and `bias` return is computed from them in
+    float32 at least.
+    """
+
+    name: ClassVar[str] = "PositionMethod"  # what `build` calls it; a subclass has its class name by default
+    _here: Tensor
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" not in cls.__dict__:
+            cls.name = cls.__name__
+
+    def __init__(self, *, heads: int, head_dim: int, width: int) -> None:
+        super().__init__()
+        self.heads = whole_number("heads", heads, at_least=1)
+        self.head_dim = whole_number("head_dim", head_dim, at_least=1)
+        self.width = whole_number("width", width, at_least=1)
+        # An empty tensor that `module.to(device)` moves: so a method without parameters knows where it is.
+        self.register_buffer("_here", torch.empty(0), persistent=False)
+        self._kept: Any = None  # what a method remembers between calls; never copied or saved with it
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is, and so where `decay` and `bias` put their tensors."""
+        return self._here.device
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Which of embed, rotate, decay and bias this method's class overrides."""
+        return tuple(
+            place for place in PLACES if getattr(type(self), place) is not getattr(PositionMethod, place)
+        )
+
+    def embed(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return x `[batch, length, width]` with its positions, `[length]` or `[batch, length]`, in it."""
+        return x
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return a query or key `[batch, heads, length, head_dim]` turned by its positions; any heads."""
+        return x
+
+    def decay(self) -> Decay | None:
+        """Return how much of each feature's share of a score is left after one position, or None."""
+        return None
+
+    def bias(self, max_distance: int) -> Bias | None:
+        """Return what is added to scores, defined for distances of at most `max_distance`, or None."""
+        return None
+
+
+def check_positions(x: Tensor, positions: object, dims: int, last: tuple[str, int]) -> Tensor:
+    """Return `positions` if it holds an integer for each place in the second-last dimension of x."""
+    name, size = last
+    if x.dim() != dims or x.shape[-1] != size:
+        raise ValueError(f"x: expected {dims} dimensions, the last of them {name}={size}, got {describe(x)}")
+    two = isinstance(positions, Tensor) and positions.dim() == 2
+    checked = index_tensor("positions", positions, 2 if two else 1)
+    batch, length = x.shape[0], x.shape[-2]
+    if checked.shape[-1] != length or (two and checked.shape[0] not in (1, batch)):
+        raise ValueError(
+            f"positions: expected shape [{length}] or [{batch}, {length}], got {describe(checked)}"
+        )
+    if checked.device != x.device:
+        raise ValueError(f"positions: expected a tensor on {x.device} like x, got {describe(checked)}")
+    return checked
+
+
+def widen(parameter: Tensor) -> Tensor:
+    """Return a learned number in float32, or in float64 if that is what it is held in."""
+    return parameter.to(torch.promote_types(parameter.dtype, torch.float32))

@@ -1,0 +1,114 @@
+"""Turning pairs of features by an angle that grows with the position: what rotary and xPos share.
+
+    (x₀, x₁)  →  (x₀·cos pθ − x₁·sin pθ,  x₁·cos pθ + x₀·sin pθ),    θ_i = base^(−2i/head_dim) for pair i
+
+A query turned by iθ and a key turned by jθ have a product that depends on i − j alone. Angles are computed in
+float64, because in float32 pθ is off by 0.06 rad at position 10⁶; the turn itself is done in float32 at
+least.
+
+The two layouts of the pairs are the same method on permuted features: `halves` pairs feature f with f +
+head_dim/2 (Llama), `neighbours` pairs 2f with 2f + 1 (the papers).
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lengthen.positions.method import PositionMethod, check_positions
+from lengthen.positions.options import choice, number
+
+
+class Rotation(PositionMethod):
+    """A rotation of queries and keys; `frequencies` and `magnitude` are for subclasses to change."""
+
+    magnitude = 1.0  # multiplies every rotated query and key
+
+    def __init__(self, *, heads: int, head_dim: int, width: int, base: float, pairs: str) -> None:
+        super().__init__(heads=heads, head_dim=head_dim, width=width)
+        if head_dim % 2:
+            raise ValueError(
+                f"head_dim: expected an even number (features are rotated in pairs), got {head_dim}"
+            )
+        self.base = number(f"{self.name}.base", base, above=1)
+        self.pairs = choice(f"{self.name}.pairs", pairs, ("halves", "neighbours"))
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Return θ for each pair, float64 `[head_dim / 2]`."""
+        pair = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
+        return torch.pow(self.base, -pair / self.head_dim)
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return x turned by its positions, in x's dtype."""
+        check_positions(x, positions, 4, ("head_dim", self.head_dim))
+        compute = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = self._tables(positions, compute)
+        wide = x.to(compute)
+        if self.pairs == "halves":
+            a, b = wide.chunk(2, dim=-1)
+            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        else:
+            a, b = wide[..., 0::2], wide[..., 1::2]
+            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        return turned.to(x.dtype)
+
+    def _tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, remembered for the last `positions`: every layer asks with the same tensor."""
+        if torch.compiler.is_compiling() or _capturing(positions):
+            return self._compute(positions, dtype)
+        kept: _Kept | None = self._kept
+        if kept is not None and kept.fits(positions, dtype):
+            cos, sin = kept.tables
+            return cos, sin
+        # Made in inference mode, the tables could not be used by a later training step.
+        with torch.inference_mode(False), torch.no_grad():
+            cos, sin = self._compute(positions, dtype)
+            self._kept = _Kept.of(positions, dtype, cos, sin)
+        return cos, sin
+
+    def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, `[length, head_dim / 2]` or `[batch, 1, length, head_dim / 2]`."""
+        angle = positions.unsqueeze(-1) * self.frequencies(positions.device)
+        if positions.dim() == 2:
+            angle = angle.unsqueeze(1)
+        return (angle.cos() * self.magnitude).to(dtype), (angle.sin() * self.magnitude).to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """The tables of one `positions` tensor, while that tensor lives and until it is changed in place."""
+
+    positions: weakref.ref[Tensor]
+    version: int | None
+    values: Tensor | None
+    dtype: torch.dtype
+    tables: list[Tensor]
+
+    @classmethod
+    def of(cls, positions: Tensor, dtype: torch.dtype, cos: Tensor, sin: Tensor) -> _Kept | None:
+        """Return the entry for these tables, or None where a change of `positions` could not be noticed."""
+        tables = [cos, sin]
+        # The tables are much larger than the positions they are for, so they go when those go.
+        alive = weakref.ref(positions, lambda _: tables.clear())
+        if not positions.is_inference():
+            return cls(alive, positions._version, None, dtype, tables)
+        # Tensors of inference mode count no versions; on the CPU it is cheap to compare their values.
+        if positions.device.type == "cpu":
+            return cls(alive, None, positions.clone(), dtype, tables)
+        return None
+
+    def fits(self, positions: Tensor, dtype: torch.dtype) -> bool:
+        """Whether the tables are those of this tensor as it is now."""
+        if self.positions() is not positions or self.dtype != dtype:
+            return False
+        if self.values is not None:
+            return torch.equal(self.values, positions)
+        return self.version == positions._version
+
+
+def _capturing(positions: Tensor) -> bool:
+    """Whether a CUDA graph is being recorded: when replayed, it must compute the tables itself."""
+    return positions.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,71 @@
+"""xPos: rotary embedding whose scores decay with distance (Sun et al., 2022, arXiv 2212.10554).
+
+    score[i, j] = Σ_n ζ_n^(|i − j| / scale_base) · (pair n of R_i q)·(pair n of R_j k)
+    ζ_n = (n/(d/2) + γ) / (1 + γ),    n = 0 … d/2 − 1
+
+The paper scales queries by ζ^(i/scale_base) and keys by ζ^(−j/scale_base), which overflows far from the
+start. Here `rotate` only rotates, and the powers go into the op as a `Decay`, which is finite and right at
+any position. The decay goes by |i − j|, so an encoder, where keys stand ahead of the query too, needs nothing
+else.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lengthen.attention.biases import Decay
+from lengthen.positions.options import flag, number
+from lengthen.positions.rotation import Rotation
+
+
+class XPos(Rotation):
+    """Rotary embedding whose scores decay with distance, slow pairs least."""
+
+    name = "xpos"
+    raw_gamma: nn.Parameter | None
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        head_dim: int,
+        width: int,
+        gamma: float = 0.4,
+        scale_base: float = 512.0,
+        learned_gamma: bool = False,
+        base: float = 10000.0,
+        pairs: str = "neighbours",
+    ) -> None:
+        super().__init__(heads=heads, head_dim=head_dim, width=width, base=base, pairs=pairs)
+        self.initial_gamma = number("xpos.gamma", gamma, above=0)
+        self.scale_base = number("xpos.scale_base", scale_base, above=0)
+        learned = flag("xpos.learned_gamma", learned_gamma)
+        self.raw_gamma = nn.Parameter(torch.empty((), dtype=torch.float32)) if learned else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set a learned γ back to the value it was built with."""
+        if self.raw_gamma is not None:
+            # The inverse of softplus: γ = log(1 + e^raw).
+            nn.init.constant_(self.raw_gamma, self.initial_gamma + math.log(-math.expm1(-self.initial_gamma)))
+
+    @property
+    def gamma(self) -> Tensor:
+        """γ as it is now, a float64 scalar, above 0 whatever was learned."""
+        if self.raw_gamma is not None:
+            return F.softplus(self.raw_gamma.double())
+        return torch.full((), self.initial_gamma, dtype=torch.float64, device=self.device)
+
+    def decay(self) -> Decay:
+        """Return ζ^(1/scale_base) for each feature, float64; gradients flow to a learned γ."""
+        half = self.head_dim // 2
+        pair = torch.arange(half, dtype=torch.float64, device=self.device)
+        gamma = self.gamma
+        rates = ((pair / half + gamma) / (1 + gamma)) ** (1 / self.scale_base)
+        return Decay(
+            torch.cat((rates, rates)) if self.pairs == "halves" else torch.stack((rates, rates), -1).flatten()
+        )
