@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lengthen.attention import fused
 from lengthen.attention.biases import Bias, Decay, Linear
 from lengthen.attention.masks import Mask
 from lengthen.attention.reference import weigh
-from lengthen.attention.tiles import Call, Tile, diagonal_sums
+from lengthen.attention.tiles import Block, Call, Tile, diagonal_sums
 
 
 @torch.compiler.disable
@@ -46,30 +47,37 @@ class _Softmax:
     """A running softmax-weighted sum over chunks of keys, for the rows of a tile."""
 
     def __init__(self, tile: Tile) -> None:
-        self.tile = tile
+        self.tile, self.fused = tile, fused.fits(tile.call)
         self.top = tile.q.new_full((*tile.q.shape[:3], 1), -torch.inf)
         self.total = torch.zeros_like(self.top)
         self.sum = tile.q.new_zeros(*tile.q.shape[:3], tile.call.v.shape[3])
 
-    def head(self, i: int) -> _Softmax:
-        """Return the state of the i-th head alone: a view, so that what it reads lands here."""
+    def part(self, tile: Tile, heads: slice = slice(None), rows: slice = slice(None)) -> _Softmax:
+        """Return the state of some heads and rows: a view, so that what it reads lands here."""
         one = copy(self)
-        one.tile = self.tile.head(i)
-        one.top, one.total, one.sum = (x[:, i : i + 1] for x in (self.top, self.total, self.sum))
+        one.tile = tile
+        one.top, one.total, one.sum = (x[:, heads, rows] for x in (self.top, self.total, self.sum))
         return one
 
     def absorb(self, lo: int, hi: int) -> None:
         """Read the keys [lo, hi)."""
-        visible = self.tile.block.visible(lo, hi)
-        score = self.tile.scores(lo, hi, self.tile.sides(lo, hi), visible)
-        top = torch.maximum(self.top, score.amax(dim=-1, keepdim=True))
+        chunk_sum, chunk_total, chunk_top = fused.read(self.tile, lo, hi) if self.fused else self._read(lo, hi)
+        top = torch.maximum(self.top, chunk_top)
         base = top.masked_fill(top == -torch.inf, 0)
-        weight, fade = score.sub_(base).exp_(), self.top.sub_(base).exp_()
-        self.total.mul_(fade).add_(weight.sum(dim=-1, keepdim=True))
-        v = self.tile.of_keys(self.tile.call.v, lo, hi)
-        careful = visible is not None and not self.tile.call.finite
-        self.sum.mul_(fade).add_(weigh(weight, v, visible) if careful else weight @ v)
+        fade, gain = self.top.sub_(base).exp_(), (chunk_top - base).exp_()
+        self.total.mul_(fade).add_(chunk_total * gain)
+        self.sum.mul_(fade).add_(chunk_sum * gain)
         self.top.copy_(top)
+
+    def _read(self, lo: int, hi: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return Σ weight·v, Σ weight and the highest score of a chunk, whose weight is 1."""
+        tile = self.tile
+        score, v = tile.scores(lo, hi, tile.sides(lo, hi)), tile.of_keys(tile.call.v, lo, hi)
+        top = score.amax(dim=-1, keepdim=True)
+        weight = score.sub_(top.masked_fill(top == -torch.inf, 0)).exp_()
+        if tile.call.finite:
+            return weight @ v, weight.sum(dim=-1, keepdim=True), top
+        return weigh(weight, v, tile.block.visible(lo, hi)), weight.sum(dim=-1, keepdim=True), top
 
     def lse(self) -> Tensor:
         """Return the log-sum-exp of what has been read, `[b, h, r]`."""
@@ -83,21 +91,25 @@ class _Softmax:
 def _read(tile: Tile) -> tuple[_Softmax, list[tuple[int, int]]]:
     """Read a tile's keys, nearest first, as far as each head reaches; say which [lo, hi) that was for each."""
     state, block = _Softmax(tile), tile.block
-    for chunk in tile.chunks(block.start, block.end):
-        state.absorb(*chunk)
+    for rows, part, lo, hi in tile.near():
+        some = state.part(part, rows=rows)
+        for chunk in part.chunks(lo, hi):
+            some.absorb(*chunk)
     lows, highs = tile.needs_from(block.start, state.lse()), tile.needs_until(block.end, state.lse())
     spans = []
     for i, (lo, hi) in enumerate(zip(lows, highs, strict=True)):
         start, end = block.start, block.end
-        one = state.head(i) if lo < start or end < hi else state
-        while lo < start:
-            start, unread = max(lo, start - one.tile.size), start
-            one.absorb(start, unread)
-            lo = max(lo, *one.tile.needs_from(start, one.lse())) if lo < start else lo
-        while end < hi:
-            end, unread = min(hi, end + one.tile.size), end
-            one.absorb(unread, end)
-            hi = min(hi, *one.tile.needs_until(end, one.lse())) if end < hi else hi
+        if lo < start or end < hi:
+            heads = slice(i, i + 1)
+            one = state.part(tile.part(heads), heads)
+            while lo < start:
+                start, unread = max(lo, start - one.tile.size), start
+                one.absorb(start, unread)
+                lo = max(lo, *one.tile.needs_from(start, one.lse())) if lo < start else lo
+            while end < hi:
+                end, unread = min(hi, end + one.tile.size), end
+                one.absorb(unread, end)
+                hi = min(hi, *one.tile.needs_until(end, one.lse())) if end < hi else hi
         spans.append((start, end))
     return state, spans
 
@@ -129,7 +141,7 @@ class _Chunked(torch.autograd.Function):
             state, spans = _read(tile)
             rows = (tile.block.batch, tile.heads, tile.block.rows)
             out[rows], lse[rows] = state.out().flip(2).to(out.dtype), state.lse().flip(2)
-            read.append(spans)
+            read.append((tile.block.batch, tile.block.rows, tile.heads, spans))
         ctx.save_for_backward(q, k, v, behind, ahead, rates, first, last, out, lse)
         ctx.kind, ctx.scale, ctx.q_start, ctx.read = kind, scale, q_start, read
         return out, lse
@@ -144,8 +156,8 @@ class _Chunked(torch.autograd.Function):
             call = Call(q, k, v, bias, decay, first, last, ctx.scale, ctx.q_start, tolerance=0)
             grads = _Gradients(call, ctx.needs_input_grad)
             share = (d_out.to(call.compute) * out.to(call.compute)).sum(dim=-1) - d_lse  # Σ_j weight·d_weight
-            for tile, spans in zip(call.tiles(), ctx.read, strict=True):
-                grads.add(tile, spans, d_out, share, lse)
+            for batch, rows, heads, spans in ctx.read:
+                grads.add(Tile(call, Block(call, batch, rows), heads), spans, d_out, share, lse)
         return (*grads.result(), *[None] * 6)
 
 
@@ -161,16 +173,18 @@ class _Gradients:
         self.log_rates = torch.zeros_like(call.log_rates) if wanted[5] and call.decay is not None else None
 
     def add(self, tile: Tile, spans: list[tuple[int, int]], d_out: Tensor, share: Tensor, lse: Tensor) -> None:
-        """Add what one tile contributes: its nearest keys for all heads together, the others head by head."""
+        """Add what one tile contributes: what was read near for all heads together, the rest head by head."""
         block, rows = tile.block, (tile.block.batch, tile.heads, tile.block.rows)
         d_o, minus_share, base = (x[rows].to(self.call.compute).flip(2) for x in (d_out, -share, lse))
         base = base.masked_fill(base == -torch.inf, 0)
         given = (d_o, minus_share.unsqueeze(-1), base.unsqueeze(-1))
         d_q = torch.zeros_like(tile.q)
-        self._add_keys(tile, block.start, block.end, d_q, *given)
+        for some, part, lo, hi in tile.near():
+            self._add_keys(part, lo, hi, d_q[:, :, some], *(x[:, :, some] for x in given))
         for i, (lo, hi) in enumerate(spans):
             if lo < block.start or block.end < hi:
-                one, of_head = tile.head(i), [x[:, i : i + 1] for x in (d_q, *given)]
+                head = slice(i, i + 1)
+                one, of_head = tile.part(head), [x[:, head] for x in (d_q, *given)]
                 self._add_keys(one, lo, block.start, *of_head)
                 self._add_keys(one, block.end, hi, *of_head)
         self.q[rows] = d_q.flip(2) * self.call.scale
@@ -181,9 +195,10 @@ class _Gradients:
         """Add what a tile's keys [lo, hi) contribute; base is lse, minus_share −Σ_j weight·d_weight."""
         for start, end in tile.chunks(lo, hi):
             sides = tile.sides(start, end)
-            weight = tile.scores(start, end, sides, tile.block.visible(start, end)).sub_(base).exp_()
+            weight = tile.scores(start, end, sides).sub_(base).exp_()
             self._add_to_keys(self.v, tile, start, end, weight.mT @ d_o)
-            d_score = (d_o @ tile.of_keys(self.call.v, start, end).mT).add_(minus_share).mul_(weight)
+            d_score = self.call.product(d_o, tile.of_keys(self.call.v, start, end), place=1)
+            d_score.add_(minus_share).mul_(weight)
             for side in sides:
                 d_q_side, d_k_side, d_log_rate = side.pull(d_score)
                 d_q += d_q_side

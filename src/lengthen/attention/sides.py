@@ -1,0 +1,42 @@
+"""What a chunk of scores is the product of: queries and keys, plain or with xPos's decay in them.
+
+Keys behind the query are scaled by rate^−(j − s) and queries by rate^(i − s), s the chunk's far end. Both exponents stay
+small, since a chunk is short; the query's factor may underflow, as the score itself then does. Keys ahead
+of the query are scaled from the other end. Only a chunk that holds keys on both sides of a query needs both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Side:
+    """Queries and keys as a chunk multiplies them: plain, or with the decay towards one side in them."""
+
+    q: Tensor  # [b, h, r, D]
+    k: Tensor  # [b, h, n, D]
+    log_rate: Tensor | None = None  # [h, 1, D], float64
+    q_steps: Tensor | None = None  # [r]
+    k_steps: Tensor | None = None  # [n]
+    part: Tensor | None = None  # [r, n]: where this side's scores are the ones that count
+
+    def __post_init__(self) -> None:
+        if self.log_rate is not None and self.q_steps is not None and self.k_steps is not None:
+            self.q_factor = torch.exp(self.log_rate * self.q_steps.unsqueeze(-1)).to(self.q.dtype)
+            self.k_factor = torch.exp(-self.log_rate * self.k_steps.unsqueeze(-1)).to(self.k.dtype)
+            self.q, self.k = self.q * self.q_factor, self.k * self.k_factor
+
+    def pull(self, d_score: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the gradients of q, k (before the decay) and log_rate `[h, D]` from the scores' gradient."""
+        if self.part is not None:
+            d_score = d_score.masked_fill(~self.part, 0)
+        d_q, d_k = d_score @ self.k, d_score.mT @ self.q
+        if self.q_steps is None or self.k_steps is None:
+            return d_q, d_k, None
+        d_log_rate = torch.einsum("bhrd,r->hd", (d_q * self.q).double(), self.q_steps.double())
+        d_log_rate -= torch.einsum("bhnd,n->hd", (d_k * self.k).double(), self.k_steps.double())
+        return d_q * self.q_factor, d_k * self.k_factor, d_log_rate
