@@ -101,9 +101,7 @@ def test_positions_of_each_sequence_are_its_own(name: str) -> None:
     for row in range(2):
         alone = slice(row, row + 1)
         torch.testing.assert_close(method.embed(x, positions)[alone], method.embed(x[alone], positions[row]))
-        torch.testing.assert_close(
-            method.rotate(q, positions)[alone], method.rotate(q[alone], positions[row])
-        )
+        torch.testing.assert_close(method.rotate(q, positions)[alone], method.rotate(q[alone], positions[row]))
 
 
 @pytest.mark.parametrize("name", ["learned", "sinusoidal", "rotary", "xpos"])
@@ -119,9 +117,7 @@ def test_positions_are_checked(name: str) -> None:
         call(x, torch.arange(5))
     with pytest.raises(ValueError, match=r"positions: expected shape \[6\] or \[2, 6\], got"):
         call(x, torch.arange(18).view(3, 6))
-    with pytest.raises(
-        ValueError, match=r"x: expected . dimensions, the last of them (width=32|head_dim=8), got"
-    ):
+    with pytest.raises(ValueError, match=r"x: expected . dimensions, the last of them (width=32|head_dim=8), got"):
         call(x[..., :-1], torch.arange(6))
     with pytest.raises(ValueError, match="positions: expected a tensor on cpu like x, got"):
         call(x, torch.arange(6, device="meta"))
@@ -148,9 +144,7 @@ def test_max_distance_is_checked_and_covered(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(("name", "options"), [*LEARNED, *((name, {}) for name in names())])
-def test_biases_and_decays_stay_wide_after_a_cast(
-    name: str, options: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_biases_and_decays_stay_wide_after_a_cast(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     method, plain = make(name, **options).to(dtype), make(name, **options)
     assert all(parameter.dtype == dtype for parameter in method.parameters())
     for cast, kept in zip(wide_tensors(method), wide_tensors(plain), strict=True):
@@ -169,9 +163,7 @@ def test_biases_and_decays_stay_wide_after_a_cast(
         ("sandwich", {}),
     ],
 )
-def test_neighbours_at_distance_65536_differ_in_a_model_cast_to_bf16(
-    name: str, options: dict[str, Any]
-) -> None:
+def test_neighbours_at_distance_65536_differ_in_a_model_cast_to_bf16(name: str, options: dict[str, Any]) -> None:
     bias = make(name, **options).to(torch.bfloat16).bias(65_600)
     assert bias is not None
     near = bias.at(torch.arange(65_536, 65_569))

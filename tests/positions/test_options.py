@@ -24,9 +24,7 @@ def test_number_refuses_other_types(value: object) -> None:
         (0.5, {"at_least": 1}, "a: expected at least 1, got 0.5"),
     ],
 )
-def test_number_refuses_values_outside_its_bounds(
-    value: float, bounds: dict[str, float], message: str
-) -> None:
+def test_number_refuses_values_outside_its_bounds(value: float, bounds: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         number("a", value, **bounds)
 
@@ -40,9 +38,7 @@ def test_flag_takes_no_other_truth() -> None:
 
 def test_choice_names_what_is_allowed_and_the_nearest() -> None:
     assert choice("a", "halves", ("halves", "neighbours")) == "halves"
-    with pytest.raises(
-        ValueError, match="expected 'halves' or 'neighbours', got 'halve'; did you mean 'halves'"
-    ):
+    with pytest.raises(ValueError, match="expected 'halves' or 'neighbours', got 'halve'; did you mean 'halves'"):
         choice("a", "halve", ("halves", "neighbours"))
     with pytest.raises(TypeError, match="a: expected 'x', got None"):
         choice("a", None, ("x",))

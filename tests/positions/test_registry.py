@@ -64,9 +64,7 @@ def test_options_reach_the_method() -> None:
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(name: str, near: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"expected one of alibi, kerple, .*xpos, got .*; did you mean '{near}'\?"
-    ):
+    with pytest.raises(ValueError, match=rf"expected one of alibi, kerple, .*xpos, got .*; did you mean '{near}'\?"):
         build(name, **SIZES)
 
 
@@ -80,9 +78,7 @@ def test_names_that_are_like_no_other_get_the_list_alone() -> None:
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_and_the_list() -> None:
-    with pytest.raises(
-        TypeError, match=r"xpos: unknown option 'gama'; did you mean 'gamma'\? \(its options are base"
-    ):
+    with pytest.raises(TypeError, match=r"xpos: unknown option 'gama'; did you mean 'gamma'\? \(its options are base"):
         build("xpos", **SIZES, gama=0.4)
     with pytest.raises(TypeError, match=r"none: unknown option 'learned' \(it has no options\)"):
         build("none", **SIZES, learned=True)

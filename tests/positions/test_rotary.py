@@ -12,9 +12,7 @@ SIZES = {"heads": 4, "head_dim": 64, "width": 256}
 CPU = torch.device("cpu")
 
 
-def llama(
-    max_length: int = 512, base: float = 10000.0, head_dim: int = 64, **rope: Any
-) -> LlamaRotaryEmbedding:
+def llama(max_length: int = 512, base: float = 10000.0, head_dim: int = 64, **rope: Any) -> LlamaRotaryEmbedding:
     parameters = {"rope_type": "default", "rope_theta": base, **rope}
     config = LlamaConfig(
         hidden_size=4 * head_dim,

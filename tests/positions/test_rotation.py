@@ -168,7 +168,5 @@ def test_options_are_checked(kind: type[Rotation]) -> None:
         kind(**sizes, head_dim=7)
     with pytest.raises(ValueError, match=rf"{kind.name}\.base: expected more than 1, got 1"):
         kind(**sizes, head_dim=8, base=1)
-    with pytest.raises(
-        ValueError, match=rf"{kind.name}\.pairs: expected 'halves' or 'neighbours', got 'neighbors'"
-    ):
+    with pytest.raises(ValueError, match=rf"{kind.name}\.pairs: expected 'halves' or 'neighbours', got 'neighbors'"):
         kind(**sizes, head_dim=8, pairs="neighbors")

@@ -33,9 +33,7 @@ def make(random: bool = True, heads: int = 3, **options: Any) -> T5:
 
 
 @SETTINGS
-def test_against_transformers_buckets_at_70000_distances(
-    buckets: int, max_distance: int, bidirectional: bool
-) -> None:
+def test_against_transformers_buckets_at_70000_distances(buckets: int, max_distance: int, bidirectional: bool) -> None:
     method = make(buckets=buckets, max_distance=max_distance, bidirectional=bidirectional)
     with torch.no_grad():  # weights that are the bucket's own number
         method.weight.copy_(torch.arange(buckets).unsqueeze(1).expand(-1, 3))
@@ -53,18 +51,14 @@ def test_buckets_are_exact_where_float32_logarithms_are_not() -> None:
     assert T5Attention._relative_position_bucket(torch.tensor([-621]), False, 24, 889).item() == 23
 
 
-@pytest.mark.parametrize(
-    ("buckets", "max_distance"), [(2, 2), (3, 9), (5, 3), (32, 17), (32, 20), (7, 1_000_000)]
-)
+@pytest.mark.parametrize(("buckets", "max_distance"), [(2, 2), (3, 9), (5, 3), (32, 17), (32, 20), (7, 1_000_000)])
 def test_starts_never_fall_and_end_within_max_distance(buckets: int, max_distance: int) -> None:
     starts = bucket_starts(buckets, max_distance)
     assert len(starts) == buckets
     assert list(starts[: buckets // 2 + 1]) == list(range(buckets // 2 + 1))
     assert list(starts) == sorted(starts)
     assert starts[-1] <= max_distance
-    values = make(buckets=buckets, max_distance=max_distance).bias(
-        2 * max_distance if max_distance < 99 else 99
-    )
+    values = make(buckets=buckets, max_distance=max_distance).bias(2 * max_distance if max_distance < 99 else 99)
     assert values.values.shape[1] == (2 * max_distance if max_distance < 99 else 99) + 1
 
 
@@ -102,9 +96,7 @@ def test_gradient_is_that_of_finite_differences(
         return (bias.values.tanh() * weights[0]).sum() + (ahead.sin() * weights[1]).sum()
 
     loss().backward()
-    torch.testing.assert_close(
-        method.weight.grad, finite_difference(method.weight, loss), rtol=1e-6, atol=1e-8
-    )
+    torch.testing.assert_close(method.weight.grad, finite_difference(method.weight, loss), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])

@@ -1,13 +1,13 @@
 """One op: softmax(q·k·scale + bias(distance)) over an interval of keys, on any device.
 
-    op.py         the call: checks what comes in, picks a backend
-    biases.py     Linear, Table, Decay: functions of distance
-    masks.py      Causal, Window, Blockwise, Bidirectional: an interval of keys for each query
-    reference.py  the definition
-    chunked.py    plain torch in O(length) memory, over tiles.py
-    native.py     torch's own attention, where it does the job
-    reach.py      how far an ALiBi head must look, with the proof
-    merge.py      joins partial results
+op.py         the call: checks what comes in, picks a backend
+biases.py     Linear, Table, Decay: functions of distance
+masks.py      Causal, Window, Blockwise, Bidirectional: an interval of keys for each query
+reference.py  the definition
+chunked.py    plain torch in O(length) memory, over tiles.py
+native.py     torch's own attention, where it does the job
+reach.py      how far an ALiBi head must look, with the proof
+merge.py      joins partial results
 """
 
 from lengthen.attention.biases import Bias, Decay, Linear, Table, alibi_slopes

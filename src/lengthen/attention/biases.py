@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lengthen.attention.checks import describe, index_tensor, whole_number, wide_tensor
+from lengthen.attention.checks import can_look, describe, index_tensor, whole_number, wide_tensor
 
 
 def alibi_slopes(heads: int) -> Tensor:
@@ -44,9 +44,11 @@ class Linear:
             if name == "ahead" and slopes is None:
                 continue
             checked = wide_tensor(f"Linear.{name}", slopes, (1,))
-            if checked.device.type == "cpu" and bool((checked < 0).any()):
+            if can_look(checked) and bool((checked < 0).any()):
                 worst = checked.min().item()
-                raise ValueError(f"Linear.{name}: expected slopes of at least 0 (the minus sign is the bias's), got {worst}")
+                raise ValueError(
+                    f"Linear.{name}: expected slopes of at least 0 (the minus sign is the bias's), got {worst}"
+                )
         if self.ahead is not None and self.ahead.shape != self.slopes.shape:
             raise ValueError(
                 f"Linear.ahead: expected one slope a head like slopes, {list(self.slopes.shape)}, "
@@ -140,7 +142,7 @@ class Decay:
 
     def __post_init__(self) -> None:
         rates = wide_tensor("Decay.rates", self.rates, (1, 2))
-        if rates.device.type == "cpu" and not bool(((rates > 0) & (rates <= 1)).all()):
+        if can_look(rates) and not bool(((rates > 0) & (rates <= 1)).all()):
             raise ValueError(
                 "Decay.rates: expected every rate in (0, 1], got values from "
                 f"{rates.min().item()} to {rates.max().item()}"

@@ -15,6 +15,11 @@ def describe(value: object) -> str:
     return f"{value!r} ({type(value).__name__})"
 
 
+def can_look(value: Tensor) -> bool:
+    """Return whether values can be checked for free: on the CPU, and not while torch.compile traces."""
+    return value.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def whole_number(name: str, value: object, at_least: int | None = None) -> int:
     """Return `value` as an int, or say why it is not one."""
     if isinstance(value, bool) or not isinstance(value, int):

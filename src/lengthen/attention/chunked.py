@@ -1,14 +1,13 @@
 """Attention in plain torch, in O(length) memory forward and backward, on any device.
 
 Each tile (tiles.py) reads its keys in chunks, nearest first, joined by a running softmax. Chunks outside the block's
-interval are never touched. With a `Linear` bias, what has been read tells how much farther there is
-anything to read (reach.py), and the loop ends there. The backward computes each tile again from lse, reads what the forward
-read, and sums in a fixed order without atomics, so two runs are equal.
+interval are never touched. With a `Linear` bias, what has been read tells how much farther there is anything to read
+(reach.py), and the loop ends there. The backward computes each tile again from lse, reads what the forward read, and
+sums in a fixed order without atomics, so two runs are equal.
 """
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any
 
 import torch
@@ -19,10 +18,11 @@ from lengthen.attention import fused
 from lengthen.attention.biases import Bias, Decay, Linear
 from lengthen.attention.masks import Mask
 from lengthen.attention.reference import weigh
-from lengthen.attention.tiles import Block, Call, Tile, diagonal_sums
+from lengthen.attention.tiles import Call, Tile, diagonal_sums
+
+AGAIN = 256  # with fewer keys left than this, asking reach again costs more than it saves
 
 
-@torch.compiler.disable
 def attention(
     q: Tensor,
     k: Tensor,
@@ -47,26 +47,38 @@ class _Softmax:
     """A running softmax-weighted sum over chunks of keys, for the rows of a tile."""
 
     def __init__(self, tile: Tile) -> None:
-        self.tile, self.fused = tile, fused.fits(tile.call)
-        self.top = tile.q.new_full((*tile.q.shape[:3], 1), -torch.inf)
-        self.total = torch.zeros_like(self.top)
-        self.sum = tile.q.new_zeros(*tile.q.shape[:3], tile.call.v.shape[3])
+        self.tile = tile
+        self.sum = self.total = self.top = tile.q.new_empty(0)  # Σ weight·v, Σ weight, the score whose weight is 1
 
-    def part(self, tile: Tile, heads: slice = slice(None), rows: slice = slice(None)) -> _Softmax:
-        """Return the state of some heads and rows: a view, so that what it reads lands here."""
-        one = copy(self)
-        one.tile = tile
-        one.top, one.total, one.sum = (x[:, heads, rows] for x in (self.top, self.total, self.sum))
+    def rows(self, parts: list[_Softmax]) -> _Softmax:
+        """Take on the states of all rows, some rows each, in their order."""
+        if self.tile.start == self.tile.end:  # nothing stands near these queries
+            shape = (*self.tile.q.shape[:3], 1)
+            self.sum = self.tile.q.new_zeros(*shape[:3], self.tile.call.v.shape[3])
+            self.total, self.top = self.tile.q.new_zeros(shape), self.tile.q.new_full(shape, -torch.inf)
+            return self
+        joined = zip(*((part.sum, part.total, part.top) for part in parts), strict=True)
+        self.sum, self.total, self.top = (x[0] if len(x) == 1 else torch.cat(x, dim=2) for x in joined)
+        return self
+
+    def head(self, i: int) -> _Softmax:
+        """Return the state of the i-th head alone: a view, so that what it reads lands here."""
+        one = _Softmax(self.tile.of_head(i))
+        one.sum, one.total, one.top = (x[:, i : i + 1] for x in (self.sum, self.total, self.top))
         return one
 
     def absorb(self, lo: int, hi: int) -> None:
         """Read the keys [lo, hi)."""
-        chunk_sum, chunk_total, chunk_top = fused.read(self.tile, lo, hi) if self.fused else self._read(lo, hi)
+        chunk = fused.read(self.tile, lo, hi) if self.tile.call.fused else self._read(lo, hi)
+        if not self.top.numel():
+            self.sum, self.total, self.top = chunk
+            return
+        chunk_sum, chunk_total, chunk_top = chunk
         top = torch.maximum(self.top, chunk_top)
         base = top.masked_fill(top == -torch.inf, 0)
-        fade, gain = self.top.sub_(base).exp_(), (chunk_top - base).exp_()
-        self.total.mul_(fade).add_(chunk_total * gain)
-        self.sum.mul_(fade).add_(chunk_sum * gain)
+        fade, gain = self.top.sub_(base).exp_(), chunk_top.sub_(base).exp_()
+        self.total.mul_(fade).addcmul_(chunk_total, gain)
+        self.sum.mul_(fade).addcmul_(chunk_sum, gain)
         self.top.copy_(top)
 
     def _read(self, lo: int, hi: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,9 +87,8 @@ class _Softmax:
         score, v = tile.scores(lo, hi, tile.sides(lo, hi)), tile.of_keys(tile.call.v, lo, hi)
         top = score.amax(dim=-1, keepdim=True)
         weight = score.sub_(top.masked_fill(top == -torch.inf, 0)).exp_()
-        if tile.call.finite:
-            return weight @ v, weight.sum(dim=-1, keepdim=True), top
-        return weigh(weight, v, tile.block.visible(lo, hi)), weight.sum(dim=-1, keepdim=True), top
+        total = weight.sum(dim=-1, keepdim=True)
+        return (weight @ v if tile.call.finite else weigh(weight, v, tile.block.visible(lo, hi))), total, top
 
     def lse(self) -> Tensor:
         """Return the log-sum-exp of what has been read, `[b, h, r]`."""
@@ -90,26 +101,27 @@ class _Softmax:
 
 def _read(tile: Tile) -> tuple[_Softmax, list[tuple[int, int]]]:
     """Read a tile's keys, nearest first, as far as each head reaches; say which [lo, hi) that was for each."""
-    state, block = _Softmax(tile), tile.block
-    for rows, part, lo, hi in tile.near():
-        some = state.part(part, rows=rows)
+    parts = []
+    for _, part, lo, hi in tile.near():
+        parts.append(_Softmax(part))
         for chunk in part.chunks(lo, hi):
-            some.absorb(*chunk)
-    lows, highs = tile.needs_from(block.start, state.lse()), tile.needs_until(block.end, state.lse())
+            parts[-1].absorb(*chunk)
+    state = _Softmax(tile).rows(parts)
+    lse = state.lse()
+    lows, highs = tile.needs_from(tile.start, lse), tile.needs_until(tile.end, lse)
     spans = []
     for i, (lo, hi) in enumerate(zip(lows, highs, strict=True)):
-        start, end = block.start, block.end
+        start, end = tile.start, tile.end
         if lo < start or end < hi:
-            heads = slice(i, i + 1)
-            one = state.part(tile.part(heads), heads)
+            one = state.head(i)
             while lo < start:
                 start, unread = max(lo, start - one.tile.size), start
                 one.absorb(start, unread)
-                lo = max(lo, *one.tile.needs_from(start, one.lse())) if lo < start else lo
+                lo = max(lo, *one.tile.needs_from(start, one.lse())) if start - lo > AGAIN else lo
             while end < hi:
                 end, unread = min(hi, end + one.tile.size), end
                 one.absorb(unread, end)
-                hi = min(hi, *one.tile.needs_until(end, one.lse())) if end < hi else hi
+                hi = min(hi, *one.tile.needs_until(end, one.lse())) if hi - end > AGAIN else hi
         spans.append((start, end))
     return state, spans
 
@@ -141,14 +153,14 @@ class _Chunked(torch.autograd.Function):
             state, spans = _read(tile)
             rows = (tile.block.batch, tile.heads, tile.block.rows)
             out[rows], lse[rows] = state.out().flip(2).to(out.dtype), state.lse().flip(2)
-            read.append((tile.block.batch, tile.block.rows, tile.heads, spans))
+            read.append((tile.block.batch, tile.block.rows, tile.heads, tile.beside, spans))
         ctx.save_for_backward(q, k, v, behind, ahead, rates, first, last, out, lse)
         ctx.kind, ctx.scale, ctx.q_start, ctx.read = kind, scale, q_start, read
         return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, behind, ahead, rates, first, last, out, lse = ctx.saved_tensors
         bias = ctx.kind(behind, ahead) if ctx.kind is not None else None
         decay = Decay(rates) if rates is not None else None
@@ -156,8 +168,8 @@ class _Chunked(torch.autograd.Function):
             call = Call(q, k, v, bias, decay, first, last, ctx.scale, ctx.q_start, tolerance=0)
             grads = _Gradients(call, ctx.needs_input_grad)
             share = (d_out.to(call.compute) * out.to(call.compute)).sum(dim=-1) - d_lse  # Σ_j weight·d_weight
-            for batch, rows, heads, spans in ctx.read:
-                grads.add(Tile(call, Block(call, batch, rows), heads), spans, d_out, share, lse)
+            for batch, rows, heads, near, spans in ctx.read:
+                grads.add(Tile(call, call.block(batch, rows), heads, near), spans, d_out, share, lse)
         return (*grads.result(), *[None] * 6)
 
 
@@ -174,7 +186,7 @@ class _Gradients:
 
     def add(self, tile: Tile, spans: list[tuple[int, int]], d_out: Tensor, share: Tensor, lse: Tensor) -> None:
         """Add what one tile contributes: what was read near for all heads together, the rest head by head."""
-        block, rows = tile.block, (tile.block.batch, tile.heads, tile.block.rows)
+        rows = (tile.block.batch, tile.heads, tile.block.rows)
         d_o, minus_share, base = (x[rows].to(self.call.compute).flip(2) for x in (d_out, -share, lse))
         base = base.masked_fill(base == -torch.inf, 0)
         given = (d_o, minus_share.unsqueeze(-1), base.unsqueeze(-1))
@@ -182,11 +194,10 @@ class _Gradients:
         for some, part, lo, hi in tile.near():
             self._add_keys(part, lo, hi, d_q[:, :, some], *(x[:, :, some] for x in given))
         for i, (lo, hi) in enumerate(spans):
-            if lo < block.start or block.end < hi:
-                head = slice(i, i + 1)
-                one, of_head = tile.part(head), [x[:, head] for x in (d_q, *given)]
-                self._add_keys(one, lo, block.start, *of_head)
-                self._add_keys(one, block.end, hi, *of_head)
+            if lo < tile.start or tile.end < hi:
+                one, of_head = tile.of_head(i), [x[:, i : i + 1] for x in (d_q, *given)]
+                self._add_keys(one, lo, tile.start, *of_head)
+                self._add_keys(one, tile.end, hi, *of_head)
         self.q[rows] = d_q.flip(2) * self.call.scale
 
     def _add_keys(
@@ -212,7 +223,8 @@ class _Gradients:
     def _add_to_keys(grad: Tensor, tile: Tile, lo: int, hi: int, d: Tensor) -> None:
         """Add a gradient for each query head to the key head that they share."""
         target = grad[tile.block.batch, tile.key_heads, lo:hi]
-        target += d if d.shape[1] == target.shape[1] else d.unflatten(1, (target.shape[1], -1)).sum(dim=2)
+        shared = d.shape[1] // target.shape[1]
+        target += d if shared == 1 else d.view(d.shape[0], -1, shared, *d.shape[2:]).sum(dim=2)
 
     def _add_bias(self, tile: Tile, distance: Tensor, along: Tensor) -> None:
         """Add a chunk's share, given the sums of its scores' gradient `[h, …]` at each distance, falling."""
@@ -236,8 +248,8 @@ class _Gradients:
         if self.log_rates is not None and call.decay is not None:
             rates = self.log_rates / call.decay.rates.double()
             rates = rates.sum(dim=0) if call.decay.rates.dim() == 1 else rates
-        pairs = (
-            (self.q, call.q), (self.k, call.k), (self.v, call.v),
-            (self.behind, behind), (self.ahead, ahead), (rates, call.decay.rates if call.decay else None),
-        )  # fmt: skip
-        return tuple(g.to(x.dtype) if g is not None and x is not None else None for g, x in pairs)
+        grads = (self.q, self.k, self.v, self.behind, self.ahead, rates)
+        inputs = (call.q, call.k, call.v, behind, ahead, call.decay.rates if call.decay is not None else None)
+        return tuple(
+            g.to(x.dtype) if g is not None and x is not None else None for g, x in zip(grads, inputs, strict=True)
+        )

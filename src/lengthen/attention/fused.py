@@ -1,9 +1,9 @@
 """Torch's fused CPU kernel for one chunk of a tile: softmax(q·k + bias)·v without the scores in memory.
 
-It is the kernel behind `scaled_dot_product_attention` on the CPU, called below that function because a running softmax needs the
-chunk's log-sum-exp as well. It takes the bias as a strided view, so a tile's one vector a head is all it is given.
-Where it does not fit (decay, another device, a value width of its own, inputs that are not finite), the caller does the
-same in plain torch.
+It is the kernel behind `scaled_dot_product_attention` on the CPU, called below that function because a running softmax
+needs the chunk's log-sum-exp as well. It takes the bias as a strided view, so a tile's one vector a head is all it is
+given. Where it does not fit (decay, another device, a value width of its own, inputs that are not finite), the caller
+does the same in plain torch.
 """
 
 from __future__ import annotations
@@ -11,12 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lengthen.attention.tiles import Call, Tile
-
-
-def fits(call: Call) -> bool:
-    """Return whether the kernel computes this call's chunks."""
-    return call.q.device.type == "cpu" and call.decay is None and call.finite and call.q.shape[3] == call.v.shape[3]
+from lengthen.attention.tiles import Tile
 
 
 def read(tile: Tile, lo: int, hi: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,7 +20,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lengthen.attention.checks import describe, index_tensor, whole_number
+from lengthen.attention.checks import can_look, describe, index_tensor, whole_number
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -33,14 +33,14 @@ class Mask:
     def padded(self, key_start: Tensor) -> Self:
         """Hide each sequence's left padding: `key_start` is `[batch]`, the first key that is real."""
         index_tensor("key_start", key_start, 1)
-        if key_start.device.type == "cpu" and bool((key_start < 0).any()):
+        if can_look(key_start) and bool((key_start < 0).any()):
             raise ValueError(f"key_start: expected at least 0, got {key_start.min().item()}")
         return replace(self, key_start=key_start)
 
     def packed(self, document_starts: Tensor) -> Self:
         """Keep packed documents apart: `document_starts[b, p]` is where the document of position p begins."""
         starts = index_tensor("document_starts", document_starts, 2)
-        if starts.device.type == "cpu" and starts.shape[1]:
+        if can_look(starts) and starts.shape[1]:
             here = torch.arange(starts.shape[1])
             if bool((starts < 0).any()) or bool((starts > here).any()):
                 raise ValueError("document_starts: expected 0 ≤ document_starts[b, p] ≤ p, got a start outside that")
@@ -67,7 +67,7 @@ class Mask:
         last = end if last is None else torch.minimum(last + start, end)
         if self.key_start is not None:  # a query that is padding itself sees nothing, ahead of it neither
             last = torch.where(position < self.key_start.long().unsqueeze(1), first - 1, last)
-        first, last = torch.broadcast_tensors(first, last)
+        first, last = torch.broadcast_tensors(first, last)  # type: ignore[no-untyped-call]
         return first, last
 
     def _document(self, position: Tensor, keys: int, q_start: int, device: torch.device) -> tuple[Tensor, Tensor]:

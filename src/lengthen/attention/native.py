@@ -1,8 +1,8 @@
 """Torch's own fused attention, where it does the job exactly and no slower: no bias, or short lengths.
 
-Without a bias, causal and full attention go to `scaled_dot_product_attention` as they are. At short lengths any bias and
-any mask go there too, as one dense float32 tensor of heads × queries × keys; past `DENSE` entries that tensor
-would cost more than it saves.
+Without a bias, causal and full attention go to `scaled_dot_product_attention` as they are. At short lengths any bias
+and any mask go there too, as one dense float32 tensor of heads × queries × keys; past `DENSE` entries that tensor would
+cost more than it saves.
 """
 
 from __future__ import annotations
@@ -49,13 +49,22 @@ def unfit(
         everything = isinstance(mask, Bidirectional)
         if by_choice and v.shape[3] != q.shape[3]:
             return "the value width is not head_dim, for which it holds all scores at once"
-    if not everything and not all(bool(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()) for x in (q, k, v)):
+    if not everything and not all(
+        bool(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()) for x in (q, k, v)
+    ):
         return "an input is not finite, and it would let hidden keys leak"
     return ""
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, decay: Decay | None, mask: Mask, scale: float, q_start: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | None,
+    decay: Decay | None,
+    mask: Mask,
+    scale: float,
+    q_start: int,
 ) -> Tensor:
     """Return out; only for calls that `unfit` has no word against."""
     dtype, grouped = q.dtype, q.shape[1] != k.shape[1]

@@ -135,8 +135,9 @@ def check_call(
     if not isinstance(mask, Mask):
         raise TypeError(f"mask: expected Causal(), Window(n), Blockwise(n) or Bidirectional(), got {describe(mask)}")
     if mask.key_start is not None and mask.key_start.shape[0] not in (1, q.shape[0]):
-        raise ValueError(f"mask.key_start: expected one number for each of {q.shape[0]} sequences, "
-                         f"got {describe(mask.key_start)}")
+        raise ValueError(
+            f"mask.key_start: expected one number for each of {q.shape[0]} sequences, got {describe(mask.key_start)}"
+        )
     if mask.document_starts is not None and mask.document_starts.shape[0] not in (1, q.shape[0]):
         raise ValueError(f"mask.document_starts: expected [{q.shape[0]}, keys], got {describe(mask.document_starts)}")
     if scale is None:
@@ -157,7 +158,9 @@ def check_call(
             raise TypeError(f"decay: expected Decay, got {describe(decay)}")
         _like_q("decay.rates", decay.rates, q)
         if decay.rates.shape not in ((head_dim,), (heads, head_dim)):
-            raise ValueError(f"decay.rates: expected [{head_dim}] or [{heads}, {head_dim}], got {describe(decay.rates)}")
+            raise ValueError(
+                f"decay.rates: expected [{head_dim}] or [{heads}, {head_dim}], got {describe(decay.rates)}"
+            )
     return Settled(float(scale), q_start, float(tolerance))
 
 
@@ -191,7 +194,9 @@ def _check_bias(bias: Bias, q: Tensor, k: Tensor, mask: Mask, q_start: int) -> N
         if tensor is not None:
             _like_q(part, tensor, q)
     if bias.heads != q.shape[1]:
-        raise ValueError(f"{name}: expected one row for each of q's {q.shape[1]} heads, got {describe(bias.tensors[0])}")
+        raise ValueError(
+            f"{name}: expected one row for each of q's {q.shape[1]} heads, got {describe(bias.tensors[0])}"
+        )
     if isinstance(bias, Table):
         _check_table(bias, q.shape[2], k.shape[2], mask, q_start)
 
@@ -206,7 +211,10 @@ def _check_table(table: Table, queries: int, keys: int, mask: Mask, q_start: int
         seen = first <= last
         behind = int((position - first).where(seen, 0).amax())
         ahead = int((last - position).where(seen, 0).amax())
-    for name, far, end in (("values", behind, ends[0]), ("values" if table.ahead is None else "ahead", ahead, ends[1])):
+    for name, far, end in (
+        ("values", behind, ends[0]),
+        ("values" if table.ahead is None else "ahead", ahead, ends[1]),
+    ):
         if far >= end and queries and keys:
             raise ValueError(
                 f"bias.{name}: expected distances 0 … {far}, the farthest that the mask lets a query see, "

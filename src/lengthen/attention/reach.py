@@ -36,6 +36,7 @@ from lengthen.attention.biases import Linear
 from lengthen.attention.masks import Causal, Mask
 
 NEAR = 128  # the public `reach` takes ℓ from this many of a query's nearest keys
+STEP = 4096  # positions looked at together
 
 
 def default_tolerance(dtype: torch.dtype) -> float:
@@ -50,33 +51,37 @@ class Ball:
     centre: Tensor
     radius: Tensor
 
-    def highest_score(self, q: Tensor, batch: slice, key_heads: slice) -> Tensor:
-        """Return an upper bound of q·k over every key, `[b, h, rows]`; q is `[b, h, rows, D]`, scaled already."""
-        centre, radius = self.centre[batch, key_heads], self.radius[batch, key_heads]
-        each = q.shape[1] // centre.shape[1]
-        centre, radius = centre.repeat_interleave(each, dim=1), radius.repeat_interleave(each, dim=1)
-        return (q @ centre.unsqueeze(-1)).squeeze(-1) + q.norm(dim=-1) * radius.unsqueeze(-1)
+    def highest_score(self, q: Tensor, scale: float) -> Tensor:
+        """Return an upper bound of scale·q·k over every key, `[B, H, Lq]`."""
+        group = q.shape[1] // self.centre.shape[1]
+        centre = self.centre.repeat_interleave(group, dim=1).unsqueeze(-1)
+        radius = self.radius.repeat_interleave(group, dim=1).unsqueeze(-1)
+        parts = [part.to(centre.dtype) * scale for part in torch.split(q, STEP, dim=2)]
+        return torch.cat([(part @ centre).squeeze(-1) + part.norm(dim=-1) * radius for part in parts], dim=2)
 
 
-def enclosing_ball(k: Tensor, centred: bool = True, step: int = 4096) -> Ball:
+def enclosing_ball(k: Tensor, centred: bool = True) -> Ball:
     """Return a ball around the keys `[B, Hk, L, D]`; not centred, it is around the origin."""
     compute = torch.promote_types(k.dtype, torch.float32)
     centre = k.mean(dim=2, dtype=compute) if centred else k.new_zeros(*k.shape[:2], k.shape[3], dtype=compute)
     radius = centre.new_zeros(k.shape[:2])
-    for part in k.split(step, dim=2):
+    for part in torch.split(k, STEP, dim=2):
         radius = torch.maximum(radius, (part - centre.unsqueeze(2)).norm(dim=-1).amax(dim=-1))
     # Norms, q·c and ℓ itself are rounded: each by less than head_dim·eps of ‖q‖·(‖c‖ + r). Widen the ball by eight.
     slack = 8 * k.shape[3] * torch.finfo(compute).eps
     return Ball(centre, radius + slack * (radius + centre.norm(dim=-1)))
 
 
-def distance(highest: Tensor, lse: Tensor, slopes: Tensor, tolerance: float) -> Tensor:
-    """Return D `[b, h, rows]`: keys at that distance and more may be left unread. Infinite where nothing is proven."""
+def bound(highest: Tensor, slopes: Tensor, tolerance: float) -> Tensor:
+    """Return s_i − log tolerance − log(1 − e^(−m)), `[b, h, rows]`: what `distance` compares ℓ with."""
     if tolerance <= 0:
-        return torch.full_like(lse, torch.inf)
-    slopes = slopes.to(lse.dtype).unsqueeze(-1)
-    unread = highest - lse - math.log(tolerance) - torch.log(-torch.expm1(-slopes))
-    return (unread / slopes).ceil().nan_to_num(nan=torch.inf, posinf=torch.inf).clamp(min=0)
+        return torch.full_like(highest, torch.inf)
+    return highest - math.log(tolerance) - torch.log(-torch.expm1(-slopes.to(highest.dtype))).unsqueeze(-1)
+
+
+def distance(bound: Tensor, lse: Tensor, slopes: Tensor) -> Tensor:
+    """Return D `[b, h, rows]`: keys at that distance and more may be left unread. NaN or ∞: nothing may."""
+    return (bound - lse) / slopes.to(lse.dtype).unsqueeze(-1)
 
 
 def reach(
@@ -106,11 +111,11 @@ def reach(
         raise TypeError(f"bias: expected Linear (no other bias has a bounded reach), got {type(bias).__name__}")
     mask = Causal() if mask is None else mask
     call = check_call(q, k, k, bias, None, mask, scale, q_start, tolerance)
-    compute, heads = torch.promote_types(q.dtype, torch.float32), slice(None)
+    compute = torch.promote_types(q.dtype, torch.float32)
     first, last = (x.unsqueeze(1) for x in mask.interval(q.shape[2], k.shape[2], call.q_start, q.device))
     position = torch.arange(q.shape[2], device=q.device) + call.q_start
     last = torch.minimum(last, position)  # reach looks back; what is ahead has its own side
-    ball = enclosing_ball(k)
+    limit = bound(enclosing_ball(k).highest_score(q, call.scale), bias.slopes, call.tolerance)
     result = torch.empty(q.shape[:3], dtype=torch.int64, device=q.device)
     for i in range(0, q.shape[2], NEAR):
         rows = slice(i, i + NEAR)
@@ -122,7 +127,7 @@ def reach(
         score = q_rows @ near.mT + bias.at(here[:, None] - j, compute)
         seen = (j >= first[..., rows, None]) & (j <= last[..., rows, None])
         lse = score.masked_fill(~seen, -torch.inf).logsumexp(dim=-1)
-        far = distance(ball.highest_score(q_rows, heads, heads), lse, bias.slopes, call.tolerance)
-        most = (here - first[..., rows] + 1).clamp(min=0)
-        result[:, :, rows] = torch.minimum(far, most.to(compute)).long()
+        far = distance(limit[:, :, rows], lse, bias.slopes).ceil().nan_to_num(nan=torch.inf, posinf=torch.inf)
+        most = (here - first[..., rows] + 1).clamp(min=0).to(compute)
+        result[:, :, rows] = torch.minimum(far.clamp(min=0), most).long()
     return result

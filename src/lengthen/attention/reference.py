@@ -19,7 +19,14 @@ from lengthen.attention.masks import Mask
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, decay: Decay | None, mask: Mask, scale: float, q_start: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | None,
+    decay: Decay | None,
+    mask: Mask,
+    scale: float,
+    q_start: int,
 ) -> tuple[Tensor, Tensor]:
     """Return out `[B, H, Lq, Dv]` in q's dtype, and lse `[B, H, Lq]` in the dtype computed in."""
     dtype, compute = q.dtype, torch.promote_types(q.dtype, torch.float32)
@@ -36,9 +43,7 @@ def attention(
     if decay is None:
         score = q @ k.mT
     else:
-        score = sum(
-            q[..., f, None] * k[..., None, :, f] * decay.at(distance, f, compute) for f in range(q.shape[3])
-        )  # type: ignore[assignment]
+        score = sum(q[..., f, None] * k[..., None, :, f] * decay.at(distance, f, compute) for f in range(q.shape[3]))  # type: ignore[assignment]
     score = scale * score
     if bias is not None:
         score = score + bias.at(distance, compute)

@@ -1,8 +1,8 @@
 """What a chunk of scores is the product of: queries and keys, plain or with xPos's decay in them.
 
-Keys behind the query are scaled by rate^−(j − s) and queries by rate^(i − s), s the chunk's far end. Both exponents stay
-small, since a chunk is short; the query's factor may underflow, as the score itself then does. Keys ahead
-of the query are scaled from the other end. Only a chunk that holds keys on both sides of a query needs both.
+Keys behind the query are scaled by rate^−(j − s) and queries by rate^(i − s), s the chunk's far end. The keys' exponent
+stays small, since a chunk is short; the query's factor may underflow, as the score itself then does. Keys ahead of the
+query are scaled from the other end. Only a chunk that holds keys on both sides of a query needs both.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lengthen.attention import reach
 from lengthen.attention.biases import Bias, Decay, Linear, Table
+from lengthen.attention.reach import bound, distance, enclosing_ball
 from lengthen.attention.sides import Side
 
 TILE = 1 << 20  # scores held at once: 4 MB in float32, which a CPU's last cache keeps
@@ -35,7 +35,8 @@ TALL = 1024  # rows of a block of a head that looks far: fewer load far keys aga
 NEAR = 128  # keys read beside the diagonal before reach is asked for the first time
 FEW = 32  # for so few queries, the pass over all keys that reach needs costs what it saves
 SAFE_EXPONENT = 20.0  # over a chunk, decay stays above e^−20: far inside float32
-USUAL_REACH = 28.0  # a head of slope m reaches about this over m, for choosing its rows; results do not depend on it
+USUAL_REACH = 28.0  # a head of slope m reaches about this over m; shapes of tiles go by it, results do not
+FAR = 1024  # a head that usually reaches farther has tall blocks
 
 
 @dataclass(eq=False)
@@ -55,23 +56,41 @@ class Call:
     compute: torch.dtype = field(init=False)
     finite: bool = field(init=False)
     two_sided: bool = field(init=False)
-    ball: reach.Ball | None = field(init=False, default=None)
+    along: Tensor | None = field(init=False)
+    bounds: list[Tensor] = field(init=False, default_factory=list)  # reach's, behind and ahead; empty: no reach
     buffers: dict[int, Tensor] = field(init=False, default_factory=dict)
+    blocks: dict[tuple[int, int, int, int], Block] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.compute = torch.promote_types(self.q.dtype, torch.float32)
-        sequences, heads, queries, _ = self.q.shape
+        heads, queries = self.q.shape[1:3]
         keys, self.group = self.k.shape[2], heads // self.k.shape[1]
         position = torch.arange(queries, device=self.q.device) + self.q_start
-        self.two_sided = bool((self.last > position).any())
+        self.two_sided = bool(((self.last > position) & (self.first <= self.last)).any())
         self.finite = self._is_finite()
+        self.along, self.farthest = self._along(), self.q_start + queries - 1
         self.longest = keys
         if self.decay is not None:
             self.log_rates = self.decay.rates.double().log().expand(heads, -1)
             steepest = -self.log_rates.min().item()
             self.longest = min(keys, max(1, int(SAFE_EXPONENT / max(steepest, 1e-9))))
         if isinstance(self.bias, Linear) and self.tolerance > 0 and self.finite and queries > FEW:
-            self.ball = reach.enclosing_ball(self.k, centred=self.decay is None)
+            highest = enclosing_ball(self.k, centred=self.decay is None).highest_score(self.q, self.scale)
+            share = self.tolerance / (2 if self.two_sided else 1)  # from both sides, each may leave half unread
+            sides = self.slopes if self.two_sided else self.slopes[:1]
+            self.bounds = [bound(highest, slopes, share) for slopes in sides]
+
+    @property
+    def fused(self) -> bool:
+        """Return whether torch's fused CPU kernel reads this call's chunks."""
+        on_cpu, same_width = self.q.device.type == "cpu", self.q.shape[3] == self.v.shape[3]
+        return on_cpu and same_width and self.decay is None and self.finite
+
+    @property
+    def slopes(self) -> list[Tensor]:
+        """Return a `Linear` bias's slopes, behind and ahead."""
+        assert isinstance(self.bias, Linear)
+        return [self.bias.slopes, self.bias.slopes if self.bias.ahead is None else self.bias.ahead]
 
     def _is_finite(self) -> bool:
         """Return whether no input, and no score, is NaN or infinite: then hidden keys cannot leak."""
@@ -80,6 +99,25 @@ class Call:
         extremes = [torch.stack(x.aminmax()).to(torch.float64).abs().amax() for x in (self.q, self.k, self.v)]
         q, k, v = torch.stack(extremes).tolist()
         return math.isfinite(v) and q * k * self.q.shape[3] * abs(self.scale) < torch.finfo(self.compute).max
+
+    def _along(self) -> Tensor | None:
+        """Return the bias at every distance of the call, falling, `[h, queries + keys − 1]`.
+
+        Where no query looks ahead, keys ahead get −∞ here: then the diagonal needs no other mask.
+        """
+        if self.bias is None and self.two_sided:
+            return None
+        farthest, nearest = self.q_start + self.q.shape[2] - 1, self.q_start - self.k.shape[2] + 1
+        distance = torch.arange(farthest, nearest - 1, -1, device=self.q.device)
+        if self.bias is None:
+            along = torch.zeros(1, len(distance), dtype=self.compute, device=self.q.device)
+        else:
+            seen = distance
+            if isinstance(self.bias, Table):  # past a table's ends lies only what no query sees
+                ends = [t.shape[1] - 1 for t in self.bias.tensors if t is not None]
+                seen = distance.clamp(-ends[-1], ends[0])
+            along = self.bias.at(seen, self.compute).contiguous()
+        return along if self.two_sided else along.masked_fill(distance < 0, -torch.inf)
 
     def product(self, a: Tensor, b: Tensor, place: int) -> Tensor:
         """Return a @ b.mT, `[b, h, r, n]`, in one of two buffers that all tiles use in turn."""
@@ -91,54 +129,61 @@ class Call:
 
     def tiles(self) -> Iterator[Tile]:
         """Yield the tiles that see anything."""
-        sequences, _, queries, _ = self.q.shape
-        for heads, rows in self._groups():
-            width = min(ROWS, rows) * min(self.k.shape[2], rows + NEAR)
-            batch = max(1, TILE // max(1, width * (heads.stop - heads.start)))
+        sequences, heads, queries, _ = self.q.shape
+        shapes = [self._shape(h) for h in range(heads)]
+        h = 0
+        while h < heads:
+            # Neighbouring heads that read alike, of one key head or of as many: as many as fit the budget.
+            rows, near = shapes[h]
+            size = max(1, min(ROWS, rows) * min(self.k.shape[2], rows + near))
+            limit = min(heads if self.group == 1 else h - h % self.group + self.group, h + max(1, TILE // size))
+            end = next((i for i in range(h + 1, limit) if shapes[i] != shapes[h]), max(limit, h + 1))
+            batch = max(1, TILE // (size * (end - h)))
             for b in range(0, sequences, batch):
                 for i in range(0, queries, rows):
-                    block = Block(self, slice(b, min(b + batch, sequences)), slice(i, min(i + rows, queries)))
+                    block = self.block(slice(b, min(b + batch, sequences)), slice(i, min(i + rows, queries)))
                     if block.lo < block.hi:
-                        yield Tile(self, block, heads)
-
-    def _groups(self) -> Iterator[tuple[slice, int]]:
-        """Yield neighbouring heads that read alike, as many as fit the budget, and the rows of their blocks."""
-        count, queries = self.q.shape[1], self.q.shape[2]
-        tall = [True] * count
-        if self.ball is not None and isinstance(self.bias, Linear):
-            tall = [USUAL_REACH > TALL * m for m in self.bias.slopes.tolist()]
-        h = 0
-        while h < count:
-            rows = max(1, min(TALL if tall[h] else ROWS, queries, self.longest))
-            fit = max(1, TILE // (min(ROWS, rows) * min(self.k.shape[2], rows + NEAR)))
-            limit = min(count if self.group == 1 else h - h % self.group + self.group, h + fit)  # one key head or all
-            end = h + 1
-            while end < limit and tall[end] == tall[h]:
-                end += 1
-            yield slice(h, end), rows
+                        yield Tile(self, block, slice(h, end), near)
             h = end
+
+    def block(self, batch: slice, rows: slice) -> Block:
+        """Return a block of queries; heads share it."""
+        key = batch.start, batch.stop, rows.start, rows.stop
+        if key not in self.blocks:
+            self.blocks[key] = Block(self, batch, rows)
+        return self.blocks[key]
+
+    def _shape(self, head: int) -> tuple[int, int]:
+        """Return how many rows a head's blocks have, and how many keys beside the diagonal it reads at once."""
+        most = max(1, min(self.q.shape[2], self.longest))
+        if not self.bounds:
+            return min(TALL, most), NEAR
+        usual = USUAL_REACH / max(self.slopes[0][head].item(), 1e-9)
+        if usual > FAR:
+            return min(TALL, most), NEAR
+        return min(ROWS, most), max(2 * NEAR, 1 << math.ceil(math.log2(max(usual, 1))))
 
 
 class Block:
     """A block of queries, last first, and the keys [lo, hi) that one or more of them see."""
 
     def __init__(self, call: Call, batch: slice, rows: slice) -> None:
-        self.call, self.batch, self.rows = call, batch, rows
+        self.batch, self.rows = batch, rows
         self.low, self.high = call.q_start + self.rows.start, call.q_start + self.rows.stop - 1
         self.position = torch.arange(self.high, self.low - 1, -1, device=call.q.device)
         seen_by = batch if call.first.shape[0] > 1 else slice(None)
         self.first, self.last = (x[seen_by, None, self.rows].flip(2) for x in (call.first, call.last))  # [b or 1, 1, r]
         blind = self.first > self.last
-        self.first, self.last = self.first.masked_fill(blind, call.k.shape[2]), self.last.masked_fill(blind, -1)
-        edges = [self.first.amin(), self.last.amax(), self.first.amax(), self.last.amin()]
-        edges.append((self.last == self.position).all().long())
-        edges = torch.stack(edges).tolist()
-        self.causal = bool(edges[4])  # every row sees just up to itself
-        self.lo, self.inner_lo = edges[0], edges[2]  # every row sees all of [inner_lo, inner_hi)
-        self.hi, self.inner_hi = edges[1] + 1, edges[3] + 1
-        # What is read first, by all heads: the diagonal and its neighbourhood.
-        self.start = max(self.lo, min(self.hi, self.low - NEAR))
-        self.end = max(self.start, min(self.hi, self.high + 1 + (NEAR if call.two_sided else 0)))
+        self.first, self.last = (
+            self.first.masked_fill(blind, call.k.shape[2]),
+            self.last.masked_fill(blind, -1),
+        )
+        up_to_itself = (self.last == self.position).all().long()
+        edges = [self.first.amin(), self.last.amax(), self.first.amax(), self.last.amin(), up_to_itself]
+        lo, last, inner_first, inner_last, causal = (int(x) for x in torch.stack(edges).tolist())
+        self.lo, self.hi = lo, last + 1
+        self.inner_lo, self.inner_hi = inner_first, inner_last + 1  # every row sees these
+        self.causal = bool(causal)  # every row sees up to itself
 
     def all_see(self, lo: int, hi: int) -> bool:
         """Return whether every row sees all keys [lo, hi)."""
@@ -153,44 +198,47 @@ class Block:
 class Tile:
     """A block of queries of some heads: its scores against any chunk of keys, and how far it must read."""
 
-    def __init__(self, call: Call, block: Block, heads: slice) -> None:
-        self.call, self.block, self.heads = call, block, heads
-        self.key_heads = slice(heads.start // call.group, (heads.stop - 1) // call.group + 1)
-        self.bias = None if call.bias is None else call.bias.of(heads)
+    def __init__(self, call: Call, block: Block, heads: slice, near: int) -> None:
+        self.call, self.block, self.heads, self.beside = call, block, heads, near
         self.q = call.q[block.batch, heads, block.rows].to(call.compute).flip(2) * call.scale
-        if call.ball is not None:
-            self.highest = call.ball.highest_score(self.q, block.batch, self.key_heads)
+        self.bounds = [x[block.batch, heads, block.rows].flip(2) for x in call.bounds]
+        # What every head reads first, [start, end): the diagonal and the keys beside it.
+        self.start = max(block.lo, min(block.hi, block.low - near))
+        self.end = max(self.start, min(block.hi, block.high + 1 + (near if call.two_sided else 0)))
 
-    def part(self, heads: slice = slice(None), rows: slice = slice(None)) -> Tile:
-        """Return the tile of some of these heads and rows, both counted from this tile's first."""
-        one = copy(self)
-        h, r = heads.indices(self.q.shape[1]), rows.indices(self.q.shape[2])
-        one.heads = slice(self.heads.start + h[0], self.heads.start + h[1])
-        one.key_heads = slice(one.heads.start // self.call.group, (one.heads.stop - 1) // self.call.group + 1)
-        one.q, one.bias = self.q[:, heads, rows], None if self.bias is None else self.bias.of(heads)
-        if self.call.ball is not None:
-            one.highest = self.highest[:, heads, rows]
-        if rows != slice(None):
-            end = self.block.rows.stop  # rows stand last first
-            one.block = Block(self.call, self.block.batch, slice(end - r[1], end - r[0]))
+    @property
+    def key_heads(self) -> slice:
+        """Return the key heads that these heads read."""
+        return slice(self.heads.start // self.call.group, (self.heads.stop - 1) // self.call.group + 1)
+
+    def of_head(self, i: int) -> Tile:
+        """Return the tile of the i-th of these heads alone."""
+        one, head = copy(self), slice(i, i + 1)
+        one.heads = slice(self.heads.start + i, self.heads.start + i + 1)
+        one.q, one.bounds = self.q[:, head], [x[:, head] for x in self.bounds]
         return one
 
     def near(self) -> Iterator[tuple[slice, Tile, int, int]]:
         """Yield what every head reads first: some rows, their tile, and the keys [lo, hi)."""
-        block = self.block
         if self.q.shape[2] <= ROWS:
-            yield slice(None), self, block.start, block.end
+            yield slice(None), self, self.start, self.end
             return
         for r in range(0, self.q.shape[2], ROWS):
-            rows = slice(r, min(r + ROWS, self.q.shape[2]))
-            part = self.part(rows=rows)
-            end = block.end if self.call.two_sided else max(block.start, min(block.end, part.block.high + 1))
-            yield rows, part, block.start, end
+            rows, last = (
+                slice(r, min(r + ROWS, self.q.shape[2])),
+                self.block.rows.stop,
+            )  # rows stand last first
+            part = copy(self)
+            part.block = self.call.block(self.block.batch, slice(last - rows.stop, last - rows.start))
+            part.q = self.q[:, :, rows]
+            end = self.end if self.call.two_sided else max(self.start, min(self.end, part.block.high + 1))
+            yield rows, part, self.start, end
 
     @property
     def size(self) -> int:
-        """How many keys a chunk may have."""
-        return max(1, min(self.call.longest, TILE // self.q[..., 0].numel()))
+        """How many keys a chunk may have; the fused kernel holds no scores, so it may have more."""
+        budget = 4 * TILE if self.call.fused else TILE
+        return max(1, min(self.call.longest, budget // self.q[..., 0].numel()))
 
     def chunks(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
         """Cut [lo, hi) into chunks that fit, the last keys first."""
@@ -221,30 +269,19 @@ class Tile:
         return sides
 
     def additive(self, lo: int, hi: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return what a chunk's scores get added (the bias) and which of them count (None: all).
-
-        Where each row sees up to itself, the mask is a function of distance too and goes into the bias.
-        """
-        block, along, visible = self.block, None, None
-        hides = not block.all_see(lo, hi)
-        by_distance = hides and block.causal and block.inner_lo <= lo <= block.low and self.call.finite
-        if hides and not by_distance:
+        """Return what a chunk's scores get added `[1, h or 1, r, n]`, and which of them count (None: all)."""
+        call, block, visible = self.call, self.block, None
+        by_distance = block.causal and block.inner_lo <= lo <= block.low and call.finite and not call.two_sided
+        if not block.all_see(lo, hi) and not by_distance:
             visible = block.visible(lo, hi)
-        if self.bias is None and not by_distance:
+        if call.along is None:
             return None, visible
-        distance = self.distances(lo, hi)
-        if self.bias is None:
-            along = torch.zeros(1, len(distance), dtype=self.call.compute, device=distance.device)
-        else:
-            seen = distance
-            if isinstance(self.bias, Table):  # past a table's ends lies only what no query sees
-                ends = [t.shape[1] - 1 for t in self.bias.tensors if t is not None]
-                seen = distance.clamp(-ends[-1], ends[0])
-            along = self.bias.at(seen, self.call.compute).contiguous()
-        if by_distance:
-            along = along.masked_fill(distance < 0, -torch.inf)
-        shape = (1, along.shape[0], self.q.shape[2], hi - lo)
-        return along.as_strided(shape, (0, along.shape[1], 1, 1)), visible
+        heads = self.heads if call.bias is not None else slice(0, 1)
+        # Distances fall along a row of `along`; this tile's first row and key stand at block.high − lo.
+        skip = call.farthest - (block.high - lo)
+        along = call.along[heads]
+        shape, strides = (1, along.shape[0], self.q.shape[2], hi - lo), (0, along.stride(0), 1, 1)
+        return along.as_strided(shape, strides, along.storage_offset() + skip), visible
 
     def scores(self, lo: int, hi: int, sides: list[Side]) -> Tensor:
         """Return a chunk's scores `[b, h, r, n]` with their bias; −∞ where a row does not see the key."""
@@ -263,30 +300,28 @@ class Tile:
 
     def needs_from(self, unread: int, lse: Tensor) -> list[int]:
         """Return where each head must read from behind, when keys from `unread` on are in `lse` `[b, h, r]`."""
-        if self.call.ball is None or not isinstance(self.bias, Linear):
-            return [self.block.lo] * self.q.shape[1]
-        far = self._distance(lse, self.bias.slopes)
-        need = torch.maximum(self.block.first.to(far.dtype), self.block.position - far + 1)
-        need = need.masked_fill(self.block.first >= unread, unread).clamp(max=unread)
-        return [int(x) for x in need.amin(dim=(0, 2)).tolist()]
+        block = self.block
+        if not self.bounds or unread <= block.lo:
+            return [block.lo] * self.q.shape[1]
+        far = distance(self.bounds[0], lse, self.call.slopes[0][self.heads])
+        needless = torch.maximum(block.position - far, block.first - 1.0)  # and what is behind that
+        lows = needless.masked_fill_(block.first >= unread, torch.inf).amin(dim=(0, 2)).tolist()
+        # NaN is not above anything: then everything is read. One key more than needed makes up for rounding.
+        return [math.floor(min(low, unread)) if low >= block.lo else block.lo for low in lows]
 
     def needs_until(self, unread: int, lse: Tensor) -> list[int]:
         """Return where each head must read to ahead (exclusive), when keys before `unread` are in `lse`."""
-        if self.call.ball is None or not isinstance(self.bias, Linear):
-            return [self.block.hi] * self.q.shape[1]
-        far = self._distance(lse, self.bias.slopes if self.bias.ahead is None else self.bias.ahead)
-        need = torch.minimum(self.block.last.to(far.dtype) + 1, self.block.position + far)
-        need = need.masked_fill(self.block.last < unread, unread).clamp(min=unread)
-        return [int(x) for x in need.amax(dim=(0, 2)).tolist()]
-
-    def _distance(self, lse: Tensor, slopes: Tensor) -> Tensor:
-        """Return the heads' reach; seen from both sides, each side may leave half the tolerance unread."""
-        share = self.call.tolerance / (2 if self.call.two_sided else 1)
-        return reach.distance(self.highest, lse, slopes, share)
+        block = self.block
+        if not self.bounds or unread >= block.hi:
+            return [block.hi] * self.q.shape[1]
+        far = distance(self.bounds[1], lse, self.call.slopes[1][self.heads])
+        needless = torch.minimum(block.position + far, block.last + 1.0)
+        highs = needless.masked_fill_(block.last < unread, -torch.inf).amax(dim=(0, 2)).tolist()
+        return [math.ceil(max(high + 1, unread)) if high < block.hi else block.hi for high in highs]
 
 
 def diagonal_sums(x: Tensor) -> Tensor:
-    """Return the sums of x `[b, h, r, n]` over row + column = 0, 1, …, r + n − 2: `[h, r + n − 1]`, in a fixed order."""
+    """Return the sums of x `[b, h, r, n]` over row + column = 0, 1, …, in a fixed order: `[h, r + n − 1]`."""
     b, h, r, n = x.shape
     shifted = x.new_zeros(b, h, r, r + n)
     whole = r * (r + n)

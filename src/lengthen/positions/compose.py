@@ -33,9 +33,7 @@ def compose(*methods: PositionMethod) -> PositionMethod:
             raise TypeError(f"compose: expected position methods, as `build` returns, got {describe(method)}")
     if len(methods) == 1:
         return methods[0]
-    parts = [
-        part for method in methods for part in (method.parts if isinstance(method, Composed) else [method])
-    ]
+    parts = [part for method in methods for part in (method.parts if isinstance(method, Composed) else [method])]
     _refuse_none(parts)
     _refuse_two_in_one_place(parts)
     _refuse_unlike_sizes(parts)
@@ -100,9 +98,7 @@ def _refuse_unlike_sizes(parts: list[PositionMethod]) -> None:
     for size in ("heads", "head_dim", "width"):
         values = [getattr(part, size) for part in parts]
         if len(set(values)) > 1:
-            raise ValueError(
-                f"{size}: expected the same for every method composed, got {values} for {_listed(parts)}"
-            )
+            raise ValueError(f"{size}: expected the same for every method composed, got {values} for {_listed(parts)}")
 
 
 def _listed(parts: list[PositionMethod]) -> str:

@@ -59,9 +59,7 @@ class PositionMethod(nn.Module):
     @property
     def places(self) -> tuple[str, ...]:
         """Which of embed, rotate, decay and bias this method's class overrides."""
-        return tuple(
-            place for place in PLACES if getattr(type(self), place) is not getattr(PositionMethod, place)
-        )
+        return tuple(place for place in PLACES if getattr(type(self), place) is not getattr(PositionMethod, place))
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return x `[batch, length, width]` with its positions, `[length]` or `[batch, length]`, in it."""
@@ -89,9 +87,7 @@ def check_positions(x: Tensor, positions: object, dims: int, last: tuple[str, in
     checked = index_tensor("positions", positions, 2 if two else 1)
     batch, length = x.shape[0], x.shape[-2]
     if checked.shape[-1] != length or (two and checked.shape[0] not in (1, batch)):
-        raise ValueError(
-            f"positions: expected shape [{length}] or [{batch}, {length}], got {describe(checked)}"
-        )
+        raise ValueError(f"positions: expected shape [{length}] or [{batch}, {length}], got {describe(checked)}")
     if checked.device != x.device:
         raise ValueError(f"positions: expected a tensor on {x.device} like x, got {describe(checked)}")
     return checked

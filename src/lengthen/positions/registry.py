@@ -25,8 +25,7 @@ from lengthen.positions.xpos import XPos
 SIZES = ("heads", "head_dim", "width")  # what every method is told, whether it needs it or not
 
 METHODS: dict[str, type[PositionMethod]] = {
-    method.name: method
-    for method in (ALiBi, Kerple, Learned, NoPosition, Rotary, Sandwich, Sinusoidal, T5, XPos)
+    method.name: method for method in (ALiBi, Kerple, Learned, NoPosition, Rotary, Sandwich, Sinusoidal, T5, XPos)
 }
 
 
@@ -54,9 +53,7 @@ def build(name: str, *, heads: int, head_dim: int, width: int, **given: Any) -> 
     accepted = {part: options(part) for part in chosen}
     _refuse_unknown(name, accepted, given)
     for part, known in accepted.items():
-        missing = [
-            key for key, option in known.items() if option.default is option.empty and key not in given
-        ]
+        missing = [key for key, option in known.items() if option.default is option.empty and key not in given]
         if missing:
             raise TypeError(f"{part}: expected the option {missing[0]!r}, which has no default, got none")
     return compose(
@@ -78,9 +75,7 @@ def _method(name: str) -> type[PositionMethod]:
     return METHODS[name]
 
 
-def _refuse_unknown(
-    name: str, accepted: dict[str, dict[str, inspect.Parameter]], given: dict[str, Any]
-) -> None:
+def _refuse_unknown(name: str, accepted: dict[str, dict[str, inspect.Parameter]], given: dict[str, Any]) -> None:
     known = sorted({key for part in accepted.values() for key in part})
     for key in given:
         if key not in known:

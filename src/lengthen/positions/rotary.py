@@ -50,9 +50,7 @@ class Rotary(Rotation):
         self.scaling = None if scaling is None else choice("rotary.scaling", scaling, SCALINGS)
         self.factor = self._checked_factor(factor)
         if self.scaling == "ntk" and head_dim == 2:
-            raise ValueError(
-                "head_dim: expected at least 4 with scaling='ntk' (its exponent is d/(d − 2)), got 2"
-            )
+            raise ValueError("head_dim: expected at least 4 with scaling='ntk' (its exponent is d/(d − 2)), got 2")
         self.beta_fast = number("rotary.beta_fast", beta_fast, above=0)
         self.beta_slow = number("rotary.beta_slow", beta_slow, above=0)
         self.original_length = self._checked_length(original_length)
@@ -67,9 +65,7 @@ class Rotary(Rotation):
                 )
             return 1.0
         if factor is None:
-            raise ValueError(
-                f"rotary.factor: expected a number of at least 1 with scaling={self.scaling!r}, got None"
-            )
+            raise ValueError(f"rotary.factor: expected a number of at least 1 with scaling={self.scaling!r}, got None")
         return number("rotary.factor", factor, at_least=1)
 
     def _checked_length(self, original_length: int | None) -> int | None:
@@ -85,9 +81,7 @@ class Rotary(Rotation):
                     )
             return None
         if original_length is None:
-            raise ValueError(
-                "rotary.original_length: expected the length trained at, with scaling='yarn', got None"
-            )
+            raise ValueError("rotary.original_length: expected the length trained at, with scaling='yarn', got None")
         whole_number("rotary.original_length", original_length, at_least=1)
         if self.beta_fast <= self.beta_slow:
             raise ValueError(

@@ -30,9 +30,7 @@ class Rotation(PositionMethod):
     def __init__(self, *, heads: int, head_dim: int, width: int, base: float, pairs: str) -> None:
         super().__init__(heads=heads, head_dim=head_dim, width=width)
         if head_dim % 2:
-            raise ValueError(
-                f"head_dim: expected an even number (features are rotated in pairs), got {head_dim}"
-            )
+            raise ValueError(f"head_dim: expected an even number (features are rotated in pairs), got {head_dim}")
         self.base = number(f"{self.name}.base", base, above=1)
         self.pairs = choice(f"{self.name}.pairs", pairs, ("halves", "neighbours"))
 

@@ -24,9 +24,7 @@ class Sinusoidal(PositionMethod):
     def __init__(self, *, heads: int, head_dim: int, width: int, base: float = 10000.0) -> None:
         super().__init__(heads=heads, head_dim=head_dim, width=width)
         if width % 2:
-            raise ValueError(
-                f"width: expected an even number (a sine and a cosine for each frequency), got {width}"
-            )
+            raise ValueError(f"width: expected an even number (a sine and a cosine for each frequency), got {width}")
         self.base = number("sinusoidal.base", base, above=1)
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:

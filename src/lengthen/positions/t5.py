@@ -98,9 +98,5 @@ def spread(rows: Tensor, starts: tuple[int, ...], length: int) -> Tensor:
     """
     ends = (*starts[1:], length)
     counts = [min(end, length) - start for start, end in zip(starts, ends, strict=True)]
-    runs = [
-        row.unsqueeze(1).expand(-1, count)
-        for row, count in zip(rows.unbind(), counts, strict=True)
-        if count > 0
-    ]
+    runs = [row.unsqueeze(1).expand(-1, count) for row, count in zip(rows.unbind(), counts, strict=True) if count > 0]
     return torch.cat(runs, dim=1)

@@ -66,6 +66,4 @@ class XPos(Rotation):
         pair = torch.arange(half, dtype=torch.float64, device=self.device)
         gamma = self.gamma
         rates = ((pair / half + gamma) / (1 + gamma)) ** (1 / self.scale_base)
-        return Decay(
-            torch.cat((rates, rates)) if self.pairs == "halves" else torch.stack((rates, rates), -1).flatten()
-        )
+        return Decay(torch.cat((rates, rates)) if self.pairs == "halves" else torch.stack((rates, rates), -1).flatten())
