@@ -50,13 +50,14 @@ class _Softmax:
         self.tile = tile
         self.sum = self.total = self.top = tile.q.new_empty(0)  # Σ weight·v, Σ weight, the score whose weight is 1
 
+    def blank(self) -> None:
+        """Become the state of having read nothing."""
+        shape = (*self.tile.q.shape[:3], 1)
+        self.sum = self.tile.q.new_zeros(*shape[:3], self.tile.call.v.shape[3])
+        self.total, self.top = self.tile.q.new_zeros(shape), self.tile.q.new_full(shape, -torch.inf)
+
     def rows(self, parts: list[_Softmax]) -> _Softmax:
         """Take on the states of all rows, some rows each, in their order."""
-        if self.tile.start == self.tile.end:  # nothing stands near these queries
-            shape = (*self.tile.q.shape[:3], 1)
-            self.sum = self.tile.q.new_zeros(*shape[:3], self.tile.call.v.shape[3])
-            self.total, self.top = self.tile.q.new_zeros(shape), self.tile.q.new_full(shape, -torch.inf)
-            return self
         joined = zip(*((part.sum, part.total, part.top) for part in parts), strict=True)
         self.sum, self.total, self.top = (x[0] if len(x) == 1 else torch.cat(x, dim=2) for x in joined)
         return self
@@ -106,6 +107,8 @@ def _read(tile: Tile) -> tuple[_Softmax, list[tuple[int, int]]]:
         parts.append(_Softmax(part))
         for chunk in part.chunks(lo, hi):
             parts[-1].absorb(*chunk)
+        if lo == hi:  # nothing that these queries see stands near them
+            parts[-1].blank()
     state = _Softmax(tile).rows(parts)
     lse = state.lse()
     lows, highs = tile.needs_from(tile.start, lse), tile.needs_until(tile.end, lse)

@@ -80,7 +80,7 @@ class Mask:
                 f"mask.document_starts: expected one start for each of the {keys} keys, and queries at "
                 f"{q_start} … {q_start + queries - 1} among them, got {describe(self.document_starts)}"
             )
-        starts = self.document_starts.long()
+        starts = self.document_starts.long().contiguous()
         here = slice(q_start, q_start + queries)
         # Starts never fall along a row, so a document ends just before the first start that is greater.
         end = torch.searchsorted(starts, starts[:, here].contiguous(), right=True) - 1

@@ -15,6 +15,7 @@ from lengthen.attention.biases import Bias, Decay
 from lengthen.attention.masks import Bidirectional, Causal, Mask
 
 DENSE = 1 << 20  # entries of a dense bias: 4 MB
+FEW = 32  # for so few queries (decoding) a dense bias is small beside the keys, and may be 16 times as large
 
 
 def unfit(
@@ -40,8 +41,9 @@ def unfit(
         return "the bias needs a gradient, and its own is not deterministic"
     if _plain(q, k, bias, mask, q_start) is None:
         first, last = mask.interval(q.shape[2], k.shape[2], q_start, q.device)
-        if by_choice and first.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] > DENSE:
-            return f"a dense bias would have more than {DENSE} entries"
+        limit = DENSE if q.shape[2] > FEW else 16 * DENSE
+        if by_choice and first.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] > limit:
+            return f"a dense bias would have more than {limit} entries"
         if bool((first > last).any()):
             return "some query sees no key"
         everything = bool((first == 0).all() and (last == k.shape[2] - 1).all())
