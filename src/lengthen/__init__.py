@@ -4,9 +4,12 @@
 >>> q, k, v = torch.randn(3, 1, 8, 1024, 64)
 >>> out = lengthen.attention(q, k, v, bias=lengthen.Linear(lengthen.alibi_slopes(8)), mask=lengthen.Causal())
 
+>>> method = lengthen.positions.build("alibi", heads=8, head_dim=64, width=512)
+
 Start with `attention` (the op) and `positions` (the methods that give it its bias, decay and rotation).
 """
 
+from lengthen import positions
 from lengthen.attention import (
     Bidirectional,
     Blockwise,
@@ -35,5 +38,6 @@ __all__ = [
     "alibi_slopes",
     "attention",
     "merge",
+    "positions",
     "reach",
 ]

@@ -237,14 +237,14 @@ def test_what_inference_mode_made_can_be_trained_with(name: str) -> None:
     assert q.grad is not None
 
 
-@pytest.mark.parametrize("name", ["kerple", "learned", "none", "rotary", "sandwich", "sinusoidal", "t5"])
+@pytest.mark.parametrize("name", names())
 def test_compiles_in_one_piece(name: str) -> None:
+    torch.compiler.reset()  # each method is a program of its own
     method = make(name)
 
     def call(x: Tensor, q: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        bias = method.bias(11)
-        assert not isinstance(bias, Linear)
-        extra = () if bias is None else (bias.values,)
+        bias, decay = method.bias(11), method.decay()
+        extra = (() if bias is None else (bias.tensors[0],)) + (() if decay is None else (decay.rates,))
         return (method.embed(x, positions), method.rotate(q, positions), *extra)
 
     given = torch.randn(1, 12, 32), torch.randn(1, 4, 12, 8), torch.arange(12)

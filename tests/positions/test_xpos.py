@@ -150,3 +150,13 @@ def test_gamma_stays_in_range_whatever_is_learned(raw: float) -> None:
 def test_options_are_checked(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         XPos(**SIZES, **options)
+
+
+def test_learned_gamma_stays_in_range_however_far_it_is_pushed() -> None:
+    method = XPos(heads=2, head_dim=8, width=16, learned_gamma=True)
+    for raw in (-1e4, 1e4):
+        for parameter in method.parameters():
+            parameter.data.fill_(raw)
+        decay = method.decay()
+        assert decay is not None
+        assert bool(((decay.rates > 0) & (decay.rates <= 1)).all())

@@ -21,6 +21,8 @@ from lengthen.attention.biases import Decay
 from lengthen.positions.options import flag, number
 from lengthen.positions.rotation import Rotation
 
+LEAST_GAMMA = 1e-6  # softplus underflows to 0, where the slowest rate would be 0
+
 
 class XPos(Rotation):
     """Rotary embedding whose scores decay with distance, slow pairs least."""
@@ -51,13 +53,14 @@ class XPos(Rotation):
         """Set a learned γ back to the value it was built with."""
         if self.raw_gamma is not None:
             # The inverse of softplus: γ = log(1 + e^raw).
-            nn.init.constant_(self.raw_gamma, self.initial_gamma + math.log(-math.expm1(-self.initial_gamma)))
+            gamma = max(self.initial_gamma - LEAST_GAMMA, LEAST_GAMMA)
+            nn.init.constant_(self.raw_gamma, gamma + math.log(-math.expm1(-gamma)))
 
     @property
     def gamma(self) -> Tensor:
         """γ as it is now, a float64 scalar, above 0 whatever was learned."""
         if self.raw_gamma is not None:
-            return F.softplus(self.raw_gamma.double())
+            return F.softplus(self.raw_gamma.double()) + LEAST_GAMMA
         return torch.full((), self.initial_gamma, dtype=torch.float64, device=self.device)
 
     def decay(self) -> Decay:
