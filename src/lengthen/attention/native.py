@@ -15,7 +15,8 @@ from lengthen.attention.biases import Bias, Decay
 from lengthen.attention.masks import Bidirectional, Causal, Mask
 
 DENSE = 1 << 20  # entries of a dense bias: 4 MB
-FEW = 32  # for so few queries (decoding) a dense bias is small beside the keys, and may be 16 times as large
+FEW = 32  # for so few queries (decoding) a dense bias is small beside the keys, and may be larger by `MORE`
+MORE = 16  # on a GPU too, where many small steps cost more than large ones
 
 
 def unfit(
@@ -41,7 +42,7 @@ def unfit(
         return "the bias needs a gradient, and its own is not deterministic"
     if _plain(q, k, bias, mask, q_start) is None:
         first, last = mask.interval(q.shape[2], k.shape[2], q_start, q.device)
-        limit = DENSE if q.shape[2] > FEW else 16 * DENSE
+        limit = DENSE * (MORE if q.shape[2] <= FEW or q.device.type != "cpu" else 1)
         if by_choice and first.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] > limit:
             return f"a dense bias would have more than {limit} entries"
         if bool((first > last).any()):

@@ -67,8 +67,15 @@ class Call:
         keys, self.group = self.k.shape[2], heads // self.k.shape[1]
         position = torch.arange(queries, device=self.q.device) + self.q_start
         self.two_sided = bool(((self.last > position) & (self.first <= self.last)).any())
-        self.finite = self._is_finite()
-        self.along, self.farthest = self._along(), self.q_start + queries - 1
+        # The bias at every distance of the call, falling. Where no query looks ahead, keys ahead get −∞ in it: then the
+        # diagonal needs no other mask.
+        self.farthest = self.q_start + queries - 1
+        distance = torch.arange(self.farthest, self.q_start - keys, -1, device=self.q.device)
+        self.along = self._along(distance)
+        self.finite = self._is_finite(self.along)
+        if not self.two_sided:
+            along = torch.zeros_like(distance, dtype=self.compute) if self.along is None else self.along
+            self.along = along.expand(-1 if along.dim() == 2 else 1, -1).masked_fill(distance < 0, -torch.inf)
         self.longest = keys
         if self.decay is not None:
             self.log_rates = self.decay.rates.double().log().expand(heads, -1)
@@ -92,32 +99,23 @@ class Call:
         assert isinstance(self.bias, Linear)
         return [self.bias.slopes, self.bias.slopes if self.bias.ahead is None else self.bias.ahead]
 
-    def _is_finite(self) -> bool:
-        """Return whether no input, and no score, is NaN or infinite: then hidden keys cannot leak."""
+    def _is_finite(self, along: Tensor | None) -> bool:
+        """Return whether no input, bias or score is NaN or infinite: then hidden keys cannot leak."""
         if not (self.q.numel() and self.v.numel()):
             return True
         extremes = [torch.stack(x.aminmax()).to(torch.float64).abs().amax() for x in (self.q, self.k, self.v)]
         q, k, v = torch.stack(extremes).tolist()
-        return math.isfinite(v) and q * k * self.q.shape[3] * abs(self.scale) < torch.finfo(self.compute).max
+        score = q * k * self.q.shape[3] * abs(self.scale) + (0.0 if along is None else along.abs().amax().item())
+        return math.isfinite(v) and score < torch.finfo(self.compute).max
 
-    def _along(self) -> Tensor | None:
-        """Return the bias at every distance of the call, falling, `[h, queries + keys − 1]`.
-
-        Where no query looks ahead, keys ahead get −∞ here: then the diagonal needs no other mask.
-        """
-        if self.bias is None and self.two_sided:
-            return None
-        farthest, nearest = self.q_start + self.q.shape[2] - 1, self.q_start - self.k.shape[2] + 1
-        distance = torch.arange(farthest, nearest - 1, -1, device=self.q.device)
+    def _along(self, distance: Tensor) -> Tensor | None:
+        """Return the bias at these distances, `[h, …]`."""
         if self.bias is None:
-            along = torch.zeros(1, len(distance), dtype=self.compute, device=self.q.device)
-        else:
-            seen = distance
-            if isinstance(self.bias, Table):  # past a table's ends lies only what no query sees
-                ends = [t.shape[1] - 1 for t in self.bias.tensors if t is not None]
-                seen = distance.clamp(-ends[-1], ends[0])
-            along = self.bias.at(seen, self.compute).contiguous()
-        return along if self.two_sided else along.masked_fill(distance < 0, -torch.inf)
+            return None
+        if isinstance(self.bias, Table):  # past a table's ends lies only what no query sees
+            ends = [t.shape[1] - 1 for t in self.bias.tensors if t is not None]
+            distance = distance.clamp(-ends[-1], ends[0])
+        return self.bias.at(distance, self.compute).contiguous()
 
     def product(self, a: Tensor, b: Tensor, place: int) -> Tensor:
         """Return a @ b.mT, `[b, h, r, n]`, in one of two buffers that all tiles use in turn."""
@@ -317,7 +315,7 @@ class Tile:
         far = distance(self.bounds[1], lse, self.call.slopes[1][self.heads])
         needless = torch.minimum(block.position + far, block.last + 1.0)
         highs = needless.masked_fill_(block.last < unread, -torch.inf).amax(dim=(0, 2)).tolist()
-        return [math.ceil(max(high + 1, unread)) if high < block.hi else block.hi for high in highs]
+        return [math.ceil(max(high + 1, unread)) if high <= block.hi - 1 else block.hi for high in highs]
 
 
 def diagonal_sums(x: Tensor) -> Tensor:
