@@ -10,7 +10,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check  # -qq: errors alone
 TORCH := $(shell grep '^torch==' constraints.txt)
 PYTHON_FITS := import sys; v = sys.version_info[:2]; sys.exit(not (3, 11) <= v <= (3, 13))
 

@@ -74,8 +74,8 @@ class Call:
         self.along = self._along(distance)
         self.finite = self._is_finite(self.along)
         if not self.two_sided:
-            along = torch.zeros_like(distance, dtype=self.compute) if self.along is None else self.along
-            self.along = along.expand(-1 if along.dim() == 2 else 1, -1).masked_fill(distance < 0, -torch.inf)
+            along = self.q.new_zeros(1, len(distance), dtype=self.compute) if self.along is None else self.along
+            self.along = along.masked_fill(distance < 0, -torch.inf)
         self.longest = keys
         if self.decay is not None:
             self.log_rates = self.decay.rates.double().log().expand(heads, -1)
