@@ -115,7 +115,7 @@ def test_small_constants_do_make_many_tiles(
     heads = [(heads.start, heads.stop) for _, heads, _, _, _ in reads]
     assert {(0, 2), (2, 4), (2, 3), (3, 4)} <= set(heads)  # steep and flat apart, together near, alone far
     assert {8, 24} <= {rows.stop - rows.start for _, _, rows, _, _ in reads}  # short blocks and tall ones
-    assert len(reads) > 50
+    assert len(reads) > 20
     assert len({batch.start for batch, *_ in reads}) == 2
 
 
@@ -329,7 +329,7 @@ def test_keys_outside_the_interval_are_never_touched(
     first, last = first.expand(2, -1), last.expand(2, -1)
     with small_tiles(**SMALL), recorded() as reads:
         gradients(call)
-    assert len(reads) > 50
+    assert len(reads) > 20
     for batch, _, rows, lo, hi in reads:
         start = rows.start // SMALL["TALL"] * SMALL["TALL"]  # short blocks of rows read with the tall one they are of
         here = (batch, slice(start, start + SMALL["TALL"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, overload
 
@@ -59,7 +60,6 @@ def attention(
     return_lse: Literal[True],
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # how far to read depends on the data: compile around it
 def attention(
     q: Tensor,
     k: Tensor,
@@ -99,6 +99,28 @@ def attention(
         >>> lengthen.attention(q, k, v, bias=lengthen.Linear(lengthen.alibi_slopes(8))).shape
         torch.Size([1, 8, 1024, 64])
     """
+    # How far to read depends on the data, so torch.compile works around the call. (As a decorator, `disable` would load
+    # the compiler with the package, and double the time that its import takes.)
+    attend: Callable[..., tuple[Tensor, Tensor | None]] = _attend
+    if torch.compiler.is_compiling():
+        attend = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
+    out, lse = attend(q, k, v, bias, decay, mask, scale, q_start, tolerance, return_lse, backend)
+    return (out, lse) if return_lse and lse is not None else out
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | None,
+    decay: Decay | None,
+    mask: Mask,
+    scale: float | None,
+    q_start: int | None,
+    tolerance: float | None,
+    return_lse: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor | None]:
     settled = check_call(q, k, v, bias, decay, mask, scale, q_start, tolerance)
     call = (q, k, v, bias, decay, mask, settled.scale, settled.q_start)
     if backend is not None and backend not in BACKENDS:
@@ -108,15 +130,13 @@ def attention(
     # Scores, distances and sums stay in float32 and more: autocast would put them into 16 bits.
     with torch.autocast(q.device.type, enabled=False):
         if backend == "reference":
-            out, lse = reference.attention(*call)
-            return (out, lse) if return_lse else out
+            return reference.attention(*call)
         reason = native.unfit(*call, return_lse=return_lse, by_choice=backend is None) if backend != "chunked" else "-"
         if backend == "native" and reason:
             raise ValueError(f"backend: 'native' cannot do this call exactly: {reason}")
         if not reason:
-            return native.attention(*call)
-        out, lse = chunked.attention(*call, tolerance=settled.tolerance)
-        return (out, lse) if return_lse else out
+            return native.attention(*call), None
+        return chunked.attention(*call, tolerance=settled.tolerance)
 
 
 def check_call(
