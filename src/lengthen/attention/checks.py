@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -52,3 +54,13 @@ def index_tensor(name: str, value: object, dims: int) -> Tensor:
     if value.dim() != dims:
         raise ValueError(f"{name}: expected {dims} dimension(s), got {describe(value)}")
     return value
+
+
+def finite(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None = None) -> bool:
+    """Return whether no input, bias or score is NaN or infinite: then what is hidden cannot leak."""
+    compute = torch.promote_types(q.dtype, torch.float32)
+    extremes = [torch.stack(x.aminmax()).to(torch.float64).abs().amax() for x in (q, k, v)]
+    extremes.append(torch.zeros_like(extremes[0]) if bias is None else bias.abs().amax().to(torch.float64))
+    highest_q, highest_k, highest_v, highest_bias = torch.stack(extremes).tolist()
+    score = highest_q * highest_k * q.shape[3] * abs(scale) + highest_bias
+    return math.isfinite(highest_v) and score < torch.finfo(compute).max

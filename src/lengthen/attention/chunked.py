@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lengthen.attention import fused
+from lengthen.attention import fused, reference
 from lengthen.attention.biases import Bias, Decay, Linear
 from lengthen.attention.masks import Mask
-from lengthen.attention.reference import weigh
 from lengthen.attention.tiles import Call, Tile, diagonal_sums
 
 AGAIN = 256  # with fewer keys left than this, asking reach again costs more than it saves
@@ -35,6 +34,8 @@ def attention(
     tolerance: float,
 ) -> tuple[Tensor, Tensor]:
     """Return out in q's dtype and lse in the dtype computed in; the reference says what they are."""
+    if not (q.numel() and v.numel()):  # nothing to cut into tiles
+        return reference.attention(q, k, v, bias, decay, mask, scale, q_start)
     first, last = mask.interval(q.shape[2], k.shape[2], q_start, q.device)
     behind, ahead = bias.tensors if bias is not None else (None, None)
     rates = decay.rates if decay is not None else None
@@ -89,11 +90,11 @@ class _Softmax:
         top = score.amax(dim=-1, keepdim=True)
         weight = score.sub_(top.masked_fill(top == -torch.inf, 0)).exp_()
         total = weight.sum(dim=-1, keepdim=True)
-        return (weight @ v if tile.call.finite else weigh(weight, v, tile.block.visible(lo, hi))), total, top
+        return (weight @ v if tile.call.finite else reference.weigh(weight, v, tile.block.visible(lo, hi))), total, top
 
     def lse(self) -> Tensor:
         """Return the log-sum-exp of what has been read, `[b, h, r]`."""
-        return (self.top + self.total.log()).squeeze(-1)
+        return torch.where(self.top == torch.inf, self.top, self.top + self.total.log()).squeeze(-1)
 
     def out(self) -> Tensor:
         """Return the weighted mean of the values; 0 for rows that saw nothing."""

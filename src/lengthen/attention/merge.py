@@ -30,7 +30,13 @@ def merge(a: Partial, b: Partial) -> Partial:
     (out_a, lse_a), (out_b, lse_b) = a, b
     if out_a.shape != out_b.shape or out_a.dtype != out_b.dtype:
         raise ValueError(f"b: expected out like a's, {describe(out_a)}, got {describe(out_b)}")
-    lse = torch.logaddexp(lse_a, lse_b)
-    top = lse.masked_fill(lse == -torch.inf, 0)
-    weight_a, weight_b = (lse_a - top).exp().unsqueeze(-1), (lse_b - top).exp().unsqueeze(-1)
-    return (out_a.to(lse.dtype) * weight_a + out_b.to(lse.dtype) * weight_b).to(out_a.dtype), lse
+    # What neither part saw must not spoil a gradient, so no step of this is −∞ − (−∞) or log 0.
+    top = torch.maximum(lse_a, lse_b).detach()
+    top = top.masked_fill(top == -torch.inf, 0)
+    weight_a, weight_b = (lse_a - top).exp(), (lse_b - top).exp()
+    total, blind = weight_a + weight_b, (lse_a == -torch.inf) & (lse_b == -torch.inf)
+    total = total.masked_fill(blind, 1)
+    out = out_a.to(top.dtype) * (weight_a / total).unsqueeze(-1) + out_b.to(top.dtype) * (weight_b / total).unsqueeze(
+        -1
+    )
+    return out.to(out_a.dtype), (top + total.log()).masked_fill(blind, -torch.inf)

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lengthen.attention.biases import Bias, Decay
+from lengthen.attention.biases import Bias, Decay, Table
+from lengthen.attention.checks import finite
 from lengthen.attention.masks import Bidirectional, Causal, Mask
 
 DENSE = 1 << 20  # entries of a dense bias: 4 MB
@@ -36,10 +37,12 @@ def unfit(
         return "it does not return lse"
     if decay is not None:
         return "it knows no decay"
-    if not (q.shape[0] and q.shape[2] and k.shape[2]):
+    if not (q.numel() and v.numel()):
         return "there is nothing to read"
     if bias is not None and any(t is not None and t.requires_grad for t in bias.tensors):
         return "the bias needs a gradient, and its own is not deterministic"
+    if isinstance(bias, Table) and not all(t is None or bool(t.isfinite().all()) for t in bias.tensors):
+        return "the bias is not finite: it hides keys, and it would not say which queries see none"
     if _plain(q, k, bias, mask, q_start) is None:
         first, last = mask.interval(q.shape[2], k.shape[2], q_start, q.device)
         limit = DENSE * (MORE if q.shape[2] <= FEW or q.device.type != "cpu" else 1)
@@ -52,9 +55,7 @@ def unfit(
         everything = isinstance(mask, Bidirectional)
         if by_choice and v.shape[3] != q.shape[3]:
             return "the value width is not head_dim, for which it holds all scores at once"
-    if not everything and not all(
-        bool(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()) for x in (q, k, v)
-    ):
+    if not everything and not finite(q, k, v, scale, bias.tensors[0] if isinstance(bias, Table) else None):
         return "an input is not finite, and it would let hidden keys leak"
     return ""
 

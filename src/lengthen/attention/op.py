@@ -226,8 +226,10 @@ def _check_table(table: Table, queries: int, keys: int, mask: Mask, q_start: int
     """Refuse a table that ends before the farthest distance that a query sees."""
     behind, ahead = max(0, q_start + queries - 1), max(0, keys - 1 - q_start)  # were everything visible
     ends = table.values.shape[1], (table.values if table.ahead is None else table.ahead).shape[1]
-    if (behind >= ends[0] or ahead >= ends[1]) and queries:
+    if behind >= ends[0] or ahead >= ends[1]:
         first, last = mask.interval(queries, keys, q_start, table.values.device)
+        if not first.numel():
+            return
         position = torch.arange(q_start, q_start + queries, device=first.device)
         seen = first <= last
         behind = int((position - first).where(seen, 0).amax())
@@ -236,7 +238,7 @@ def _check_table(table: Table, queries: int, keys: int, mask: Mask, q_start: int
         ("values", behind, ends[0]),
         ("values" if table.ahead is None else "ahead", ahead, ends[1]),
     ):
-        if far >= end and queries and keys:
+        if far >= end and keys:
             raise ValueError(
                 f"bias.{name}: expected distances 0 … {far}, the farthest that the mask lets a query see, "
                 f"got a table for 0 … {end - 1}"

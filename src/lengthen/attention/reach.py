@@ -111,6 +111,8 @@ def reach(
         raise TypeError(f"bias: expected Linear (no other bias has a bounded reach), got {type(bias).__name__}")
     mask = Causal() if mask is None else mask
     call = check_call(q, k, k, bias, None, mask, scale, q_start, tolerance)
+    if not (q.numel() and k.numel()):
+        return torch.zeros(q.shape[:3], dtype=torch.int64, device=q.device)
     compute = torch.promote_types(q.dtype, torch.float32)
     first, last = (x.unsqueeze(1) for x in mask.interval(q.shape[2], k.shape[2], call.q_start, q.device))
     position = torch.arange(q.shape[2], device=q.device) + call.q_start

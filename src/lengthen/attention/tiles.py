@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lengthen.attention.biases import Bias, Decay, Linear, Table
+from lengthen.attention.checks import finite
 from lengthen.attention.reach import bound, distance, enclosing_ball
 from lengthen.attention.sides import Side
 
@@ -54,7 +55,7 @@ class Call:
     q_start: int
     tolerance: float
     compute: torch.dtype = field(init=False)
-    finite: bool = field(init=False)
+    finite: bool = field(init=False)  # every input, bias and score
     two_sided: bool = field(init=False)
     along: Tensor | None = field(init=False)
     bounds: list[Tensor] = field(init=False, default_factory=list)  # reach's, behind and ahead; empty: no reach
@@ -72,7 +73,7 @@ class Call:
         self.farthest = self.q_start + queries - 1
         distance = torch.arange(self.farthest, self.q_start - keys, -1, device=self.q.device)
         self.along = self._along(distance)
-        self.finite = self._is_finite(self.along)
+        self.finite = finite(self.q, self.k, self.v, self.scale, self.along)
         if not self.two_sided:
             along = self.q.new_zeros(1, len(distance), dtype=self.compute) if self.along is None else self.along
             self.along = along.masked_fill(distance < 0, -torch.inf)
@@ -98,15 +99,6 @@ class Call:
         """Return a `Linear` bias's slopes, behind and ahead."""
         assert isinstance(self.bias, Linear)
         return [self.bias.slopes, self.bias.slopes if self.bias.ahead is None else self.bias.ahead]
-
-    def _is_finite(self, along: Tensor | None) -> bool:
-        """Return whether no input, bias or score is NaN or infinite: then hidden keys cannot leak."""
-        if not (self.q.numel() and self.v.numel()):
-            return True
-        extremes = [torch.stack(x.aminmax()).to(torch.float64).abs().amax() for x in (self.q, self.k, self.v)]
-        q, k, v = torch.stack(extremes).tolist()
-        score = q * k * self.q.shape[3] * abs(self.scale) + (0.0 if along is None else along.abs().amax().item())
-        return math.isfinite(v) and score < torch.finfo(self.compute).max
 
     def _along(self, distance: Tensor) -> Tensor | None:
         """Return the bias at these distances, `[h, …]`."""
