@@ -58,7 +58,9 @@ def draw_call(data: st.DataObject) -> Call:
     length, width = data.draw(st.integers(30, 250), label="length"), data.draw(st.integers(1, 5), label="width")
     q = torch.randn(batch, heads, length, width, dtype=torch.float64)
     k = torch.randn(batch, key_heads, length, width, dtype=torch.float64)
-    kind = data.draw(st.sampled_from(["scattered", "clustered", "common mean", "outlier", "turned"]), label="keys")
+    kind = data.draw(
+        st.sampled_from(["scattered", "clustered", "common mean", "outlier", "turned", "away"]), label="keys"
+    )
     if kind == "clustered":
         centres = torch.randn(3, width, dtype=torch.float64)
         k = 0.01 * k + centres[torch.randint(3, k.shape[:3])]
@@ -70,6 +72,9 @@ def draw_call(data: st.DataObject) -> Call:
         q = torch.ones_like(q) + 0.01 * q
         k = torch.ones_like(k)
         k[:, :, length // 2 :] *= -1
+    elif kind == "away":  # all keys point away: with a decay, the farther the less
+        q = -torch.ones_like(q) - 0.01 * q
+        k = torch.ones_like(k)
     # The norms of q and k are each 10⁻³ to 10³; in most draws their product is such that something can be left unread.
     size = data.draw(st.one_of(st.floats(-3, 1), st.floats(-3, 1), st.floats(-6, 6)), label="|q|·|k|")
     part = data.draw(st.floats(max(-3, size - 3), min(3, size + 3)), label="|q|")
@@ -121,6 +126,31 @@ def test_what_lies_beyond_reach_weighs_no_more_than_the_tolerance(data: st.DataO
     most = (torch.arange(length) - first[..., 0] + 1).clamp(min=0)
     assert bool(((far >= 0) & (far <= most)).all())
     event("some beyond reach" if bool((far < most).any()) else "all within reach")
+
+
+@pytest.mark.parametrize("mask", [Causal(), Bidirectional()], ids=["causal", "both"])
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-4])
+def test_the_bound_is_tight_where_all_keys_are_alike(mask: Any, tolerance: float, small_tiles: Context) -> None:
+    # Rows are read one by one here: in a block, the row that looks farthest speaks for all.
+    q, k = torch.zeros(1, 1, 3, 2, dtype=torch.float64), torch.zeros(1, 1, 1200, 2, dtype=torch.float64)
+    call = {"q": q, "k": k, "v": k, "q_start": 600, "bias": Linear(torch.tensor([0.05])), "mask": mask}
+    with small_tiles(ROWS=1, TALL=1, NEAR=80, FEW=0, FAR=1, AGAIN=10_000):
+        lse = lengthen.attention(**call, tolerance=tolerance, return_lse=True, backend="chunked")[1]
+    whole = lengthen.attention(**call, return_lse=True, backend="reference")[1]
+    left = -torch.expm1(lse - whole)
+    assert bool((left <= tolerance).all())
+    assert bool((left >= 0.7 * tolerance).all())
+
+
+def test_a_decay_may_bring_far_keys_forward(small_tiles: Context) -> None:
+    # All keys point away from all queries, but the decay takes that from the far ones: they weigh most.
+    q, k = torch.full((2, 1, 1, 150, 1), 3.0, dtype=torch.float64)
+    call: Call = {"q": -q, "k": k, "v": torch.randn_like(k), "scale": 1.0, "tolerance": 1e-2}
+    call |= {"bias": Linear(torch.tensor([0.3])), "decay": Decay(torch.tensor([0.9]))}
+    with small_tiles(**SMALL):
+        lse = lengthen.attention(**call, return_lse=True, backend="chunked")[1]
+    whole = lengthen.attention(**call, return_lse=True, backend="reference")[1]
+    assert (whole - lse).max() <= 1e-2
 
 
 def test_much_is_left_unread_in_what_was_drawn(

@@ -96,9 +96,9 @@ class _Softmax:
         """Return the log-sum-exp of what has been read, `[b, h, r]`."""
         return torch.where(self.top == torch.inf, self.top, self.top + self.total.log()).squeeze(-1)
 
-    def out(self) -> Tensor:
-        """Return the weighted mean of the values; 0 for rows that saw nothing."""
-        return self.sum / self.total.masked_fill(self.total == 0, 1)
+    def count(self) -> Tensor:
+        """Return what to divide the sum by; 1 for rows that saw nothing, whose sum is 0."""
+        return self.total.masked_fill(self.total == 0, 1)
 
 
 def _read(tile: Tile) -> tuple[_Softmax, list[tuple[int, int]]]:
@@ -150,13 +150,14 @@ class _Chunked(torch.autograd.Function):
         bias = kind(behind, ahead) if kind is not None and behind is not None else None
         decay = Decay(rates) if rates is not None else None
         call = Call(q, k, v, bias, decay, first, last, scale, q_start, tolerance)
-        out = q.new_zeros(*q.shape[:3], v.shape[3])
+        out = q.new_zeros(*q.shape[:3], v.shape[3])  # what no tile visits sees nothing
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=call.compute)
         read = []
         for tile in call.tiles():
             state, spans = _read(tile)
             rows = (tile.block.batch, tile.heads, tile.block.rows)
-            out[rows], lse[rows] = state.out().flip(2).to(out.dtype), state.lse().flip(2)
+            torch.div(state.sum.flip(2), state.count().flip(2), out=out[rows])
+            lse[rows] = state.lse().flip(2)
             read.append((tile.block.batch, tile.block.rows, tile.heads, tile.beside, spans))
         ctx.save_for_backward(q, k, v, behind, ahead, rates, first, last, out, lse)
         ctx.kind, ctx.scale, ctx.q_start, ctx.read = kind, scale, q_start, read

@@ -227,7 +227,7 @@ class Tile:
     @property
     def size(self) -> int:
         """How many keys a chunk may have; the fused kernel holds no scores, so it may have more."""
-        budget = 4 * TILE if self.call.fused else TILE
+        budget = 8 * TILE if self.call.fused else TILE
         return max(1, min(self.call.longest, budget // self.q[..., 0].numel()))
 
     def chunks(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
