@@ -170,7 +170,7 @@ class _Chunked(torch.autograd.Function):
         bias = ctx.kind(behind, ahead) if ctx.kind is not None else None
         decay = Decay(rates) if rates is not None else None
         with torch.autocast(q.device.type, enabled=False):
-            call = Call(q, k, v, bias, decay, first, last, ctx.scale, ctx.q_start, tolerance=0)
+            call = Call(q, k, v, bias, decay, first, last, ctx.scale, ctx.q_start, tolerance=0, plain=True)
             grads = _Gradients(call, ctx.needs_input_grad)
             share = (d_out.to(call.compute) * out.to(call.compute)).sum(dim=-1) - d_lse  # Σ_j weight·d_weight
             for batch, rows, heads, near, spans in ctx.read:

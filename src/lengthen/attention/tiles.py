@@ -54,6 +54,7 @@ class Call:
     scale: float
     q_start: int
     tolerance: float
+    plain: bool = False  # keep to plain torch, as the backward does
     compute: torch.dtype = field(init=False)
     finite: bool = field(init=False)  # every input, bias and score
     two_sided: bool = field(init=False)
@@ -92,7 +93,7 @@ class Call:
     def fused(self) -> bool:
         """Return whether torch's fused CPU kernel reads this call's chunks."""
         on_cpu, same_width = self.q.device.type == "cpu", self.q.shape[3] == self.v.shape[3]
-        return on_cpu and same_width and self.decay is None and self.finite
+        return on_cpu and same_width and self.decay is None and self.finite and not self.plain
 
     @property
     def slopes(self) -> list[Tensor]:
