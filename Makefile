@@ -43,7 +43,7 @@ lint: setup ## ruff (rules and format) and mypy
 	$(BIN)/mypy examples benchmarks
 
 test: lint ## lint, then every test
-	$(BIN)/pytest -n auto $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n auto $(ARGS)  # several processes share the cores: do not spin
 
 format: setup ## let ruff sort imports and lay out the code
 	$(BIN)/ruff check --fix .

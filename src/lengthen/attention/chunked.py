@@ -94,7 +94,8 @@ class _Softmax:
 
     def lse(self) -> Tensor:
         """Return the log-sum-exp of what has been read, `[b, h, r]`."""
-        return torch.where(self.top == torch.inf, self.top, self.top + self.total.log()).squeeze(-1)
+        lse = self.top + self.total.log()
+        return (lse if self.tile.call.finite else torch.where(self.top == torch.inf, self.top, lse)).squeeze(-1)
 
     def count(self) -> Tensor:
         """Return what to divide the sum by; 1 for rows that saw nothing, whose sum is 0."""

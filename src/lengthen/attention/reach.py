@@ -56,8 +56,12 @@ class Ball:
         group = q.shape[1] // self.centre.shape[1]
         centre = self.centre.repeat_interleave(group, dim=1).unsqueeze(-1)
         radius = self.radius.repeat_interleave(group, dim=1).unsqueeze(-1)
-        parts = [part.to(centre.dtype) * scale for part in torch.split(q, STEP, dim=2)]
-        return torch.cat([(part @ centre).squeeze(-1) + part.norm(dim=-1) * radius for part in parts], dim=2)
+        along, length = [], []
+        for part in torch.split(q, STEP, dim=2):
+            wide = part.to(centre.dtype)
+            along.append((wide @ centre).squeeze(-1))
+            length.append(torch.linalg.vector_norm(wide, dim=-1))
+        return scale * torch.cat(along, dim=2) + abs(scale) * torch.cat(length, dim=2) * radius
 
 
 def enclosing_ball(k: Tensor, centred: bool = True) -> Ball:

@@ -31,6 +31,7 @@ from lengthen.attention.reach import bound, distance, enclosing_ball
 from lengthen.attention.sides import Side
 
 TILE = 1 << 20  # scores held at once: 4 MB in float32, which a CPU's last cache keeps
+FUSED = 4  # times as many in the fused kernel, which holds none; more would ask reach too seldom
 ROWS = 256  # rows of a block at the diagonal: more waste work on what they do not see
 TALL = 1024  # rows of a block of a head that looks far: fewer load far keys again and again
 NEAR = 128  # keys read beside the diagonal before reach is asked for the first time
@@ -228,7 +229,7 @@ class Tile:
     @property
     def size(self) -> int:
         """How many keys a chunk may have; the fused kernel holds no scores, so it may have more."""
-        budget = 8 * TILE if self.call.fused else TILE
+        budget = FUSED * TILE if self.call.fused else TILE
         return max(1, min(self.call.longest, budget // self.q[..., 0].numel()))
 
     def chunks(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
