@@ -97,12 +97,13 @@ def test_the_error_is_within_the_bound(data: st.DataObject, small_tiles: Context
         out, lse = lengthen.attention(**call, return_lse=True, backend="chunked")
     expected, whole = lengthen.attention(**call, return_lse=True, backend="reference")
     tolerance, largest = call["tolerance"], call["v"].norm(dim=-1).max()
-    # Scores are as large as 10⁶ here, and their rounding is felt in weights by 10⁻⁹.
-    assert (out - expected).norm(dim=-1).max() <= 2 * tolerance * largest + 1e-9 * largest
+    # Scores may be as large as 10⁷ here: their rounding is then felt in the weights.
+    rounding = 1e-9 + 4e-15 * call["q"].norm(dim=-1).max() * call["k"].norm(dim=-1).max()
+    assert (out - expected).norm(dim=-1).max() <= 2 * tolerance * largest + rounding * largest
     left = -torch.expm1(lse - whole)[whole.isfinite()]  # the share of the mass that was not read
-    assert left.max() <= tolerance + 1e-9
-    assert left.min() >= -1e-9
-    event("more than rounding is left unread" if left.max() > 1e-9 else "nothing that counts is left unread")
+    assert left.max() <= tolerance + rounding
+    assert left.min() >= -rounding
+    event("more than rounding is left unread" if left.max() > rounding else "nothing that counts is left unread")
 
 
 @settings(max_examples=200, suppress_health_check=list(HealthCheck))
