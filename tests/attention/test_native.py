@@ -79,6 +79,8 @@ NAN = inputs()
 NAN["k"][0, 0, 11, 0] = torch.nan
 INFINITE = inputs()
 INFINITE["v"][0, 0, 11, 0] = torch.inf
+HIDING = Table(torch.full((4, 12), -torch.inf))
+HIDING.values[:, 3:] = 0
 UNFIT: dict[str, tuple[dict[str, Any], str, bool]] = {
     "lse": (inputs(), "it does not return lse", True),
     "decay": (inputs() | {"decay": Decay(torch.ones(8))}, "it knows no decay", False),
@@ -102,6 +104,7 @@ UNFIT: dict[str, tuple[dict[str, Any], str, bool]] = {
     "no queries": (inputs(length=0, keys=5), "there is nothing to read", False),
     "NaN in a hidden key": (NAN, "an input is not finite, and it would let hidden keys leak", False),
     "∞ in a hidden value": (INFINITE, "an input is not finite, and it would let hidden keys leak", False),
+    "a table that hides": (inputs() | {"bias": HIDING}, "the bias is not finite", False),
     "NaN beside a bias": (
         NAN | {"bias": Linear(torch.ones(4))},
         "an input is not finite, and it would let hidden keys leak",
@@ -113,8 +116,8 @@ UNFIT: dict[str, tuple[dict[str, Any], str, bool]] = {
 @pytest.mark.parametrize("case", UNFIT)
 def test_what_it_would_get_wrong_is_refused_with_the_reason(case: str) -> None:
     call, why, return_lse = UNFIT[case]
-    assert reason(call, return_lse) == why
-    assert reason(call, return_lse, by_choice=True) == why
+    assert reason(call, return_lse).startswith(why)
+    assert reason(call, return_lse, by_choice=True).startswith(why)
     with pytest.raises(ValueError, match=f"backend: 'native' cannot do this call exactly: {why}"):
         attention(**call, return_lse=return_lse, backend="native")
     got = attention(**call, return_lse=return_lse)  # left to itself, the call is made all the same
