@@ -43,7 +43,8 @@ def test_every_pin_is_exact() -> None:
 
 def test_everything_that_is_asked_for_is_pinned() -> None:
     asked = [*PROJECT["dependencies"], *(r for extra in PROJECT["optional-dependencies"].values() for r in extra)]
-    assert {canonical(requirement) for requirement in asked} <= {canonical(pin) for pin in PINS}
+    others = {canonical(requirement) for requirement in asked} - {"lengthen"}  # an extra may name another extra
+    assert others <= {canonical(pin) for pin in PINS}
 
 
 def test_ci_runs_what_a_developer_runs() -> None:
