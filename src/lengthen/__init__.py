@@ -6,7 +6,12 @@
 
 >>> method = lengthen.positions.build("alibi", heads=8, head_dim=64, width=512)
 
-Start with `attention` (the op) and `positions` (the methods that give it its bias, decay and rotation).
+>>> config = lengthen.ModelConfig(vocab_size=258, layers=2, width=64, heads=4, train_length=32, positions="alibi")
+>>> logits = lengthen.Transformer(config)(torch.randint(258, (1, 100)))
+
+Start with `attention` (the op), `positions` (the methods that give it its bias, decay and rotation) and `model` (a
+transformer that takes any of them). `lengthen.data` and `lengthen.training` are imported by name: they need more
+packages.
 """
 
 from lengthen import positions
@@ -23,6 +28,7 @@ from lengthen.attention import (
     merge,
     reach,
 )
+from lengthen.model import ModelConfig, Transformer
 
 __version__ = "0.1.0"
 
@@ -32,7 +38,9 @@ __all__ = [
     "Causal",
     "Decay",
     "Linear",
+    "ModelConfig",
     "Table",
+    "Transformer",
     "Window",
     "__version__",
     "alibi_slopes",

@@ -51,6 +51,8 @@ def test_is_the_reference_wherever_it_is_fit(data: st.DataObject, assert_as_defi
     call["bias"] = data.draw(
         st.sampled_from([None, Linear(alibi_slopes(4), alibi_slopes(4).flip(0)), Table(torch.randn(4, 30))])
     )
+    rates = torch.rand(*data.draw(st.sampled_from([(), (4,)])), sizes["width"], dtype=torch.float64) * 0.3 + 0.7
+    call["decay"] = data.draw(st.sampled_from([None, Decay(rates)]))
     fit = call | {"scale": call["scale"] or 0.3, "q_start": stands}
     assume(not reason(fit))
     detached = call["bias"]  # gradients of a bias are for the chunked backend
@@ -83,7 +85,17 @@ HIDING = Table(torch.full((4, 12), -torch.inf))
 HIDING.values[:, 3:] = 0
 UNFIT: dict[str, tuple[dict[str, Any], str, bool]] = {
     "lse": (inputs(), "it does not return lse", True),
-    "decay": (inputs() | {"decay": Decay(torch.ones(8))}, "it knows no decay", False),
+    "a decay ahead of the query": (
+        inputs() | {"decay": Decay(torch.ones(8)), "mask": Bidirectional()},
+        "it knows no decay for keys ahead of the query",
+        False,
+    ),
+    "a fast decay": (inputs() | {"decay": Decay(torch.full((8,), 0.1))}, "the decay's powers would come too near", False),
+    "a decay and a key that would overflow with it": (
+        inputs() | {"decay": Decay(torch.full((8,), 0.5)), "scale": 1e299},
+        "an input is not finite, and it would let hidden keys leak",
+        False,
+    ),
     "slopes' gradient": (
         inputs() | {"bias": Linear(torch.ones(4, requires_grad=True))},
         "the bias needs a gradient, and its own is not deterministic",
@@ -163,7 +175,8 @@ CHOICES: dict[str, tuple[dict[str, Any], str]] = {
     "alibi, short": (inputs() | {"bias": ALIBI}, "native"),
     "alibi, one token of many": (TOKEN | {"bias": ALIBI}, "native"),
     "learned slopes, short": (inputs() | {"bias": Linear(torch.ones(4, requires_grad=True))}, "chunked"),
-    "decay, short": (inputs() | {"decay": Decay(torch.ones(8))}, "chunked"),
+    "decay, short": (inputs() | {"decay": Decay(torch.ones(8))}, "native"),
+    "decay, long": (LONG | {"decay": Decay(torch.full((8,), 0.9))}, "chunked"),
     "lse, short": (inputs() | {"return_lse": True}, "chunked"),
 }
 
@@ -202,3 +215,16 @@ def test_alibi_in_bfloat16_at_length_4096(backend: str | None) -> None:
     out = attention(q, k, v, bias=bias, tolerance=0, backend=backend).double()
     expected = attention(q.double(), k.double(), v.double(), bias=bias, backend="reference")
     torch.testing.assert_close(out, expected, rtol=1.01 * 2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("decay", [None, Decay(torch.linspace(0.99, 1, 8, dtype=torch.float64), floor=0.99)])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_torch_compile_takes_plain_calls_into_one_graph(decay: Decay | None, key_heads: int) -> None:
+    call: dict[str, Any] = inputs(40, key_heads=key_heads) | {"decay": decay}
+
+    def layer(q: Tensor) -> Tensor:
+        return attention(q.sin(), call["k"], call["v"], decay=decay)
+
+    got = torch.compile(layer, backend="eager", fullgraph=True)(call["q"])  # raises where the graph would break
+    expected = attention(**call | {"q": call["q"].sin()}, backend="reference")
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)

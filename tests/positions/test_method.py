@@ -104,6 +104,16 @@ def test_positions_of_each_sequence_are_its_own(name: str) -> None:
         torch.testing.assert_close(method.rotate(q, positions)[alone], method.rotate(q[alone], positions[row]))
 
 
+@pytest.mark.parametrize("name", [*names(), "rotary+alibi", "sinusoidal+t5"])
+def test_positions_prepared_once_do_the_same(name: str) -> None:
+    method = make(name)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for positions in (torch.arange(5), torch.tensor([[7, 8, 9, 10, 11], [0, 1, 2, 3, 4]])):
+            x = torch.randn(2, 3, 5, 8).to(dtype)
+            same = method.rotate(x, method.prepared(positions, dtype))
+            torch.testing.assert_close(same, method.rotate(x, positions), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", ["learned", "sinusoidal", "rotary", "xpos"])
 def test_positions_are_checked(name: str) -> None:
     method = make(name)

@@ -136,9 +136,13 @@ class Decay:
     keys are scaled relative to their own block, so that it is finite and right at any position; scaling q and k by
     opposite powers of their positions, as is usual, overflows. float64 rates are worth their few bytes:
     float32 ones are off by 0.1 % at distance 20,000.
+
+    `floor` is a number that no rate is below, where the maker knows one: with it, short calls on a GPU can go to
+    torch's own attention without waiting for the rates to be read.
     """
 
     rates: Tensor
+    floor: float | None = None
 
     def __post_init__(self) -> None:
         rates = wide_tensor("Decay.rates", self.rates, (1, 2))

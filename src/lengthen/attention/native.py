@@ -2,7 +2,7 @@
 
 Without a bias, causal and full attention go to `scaled_dot_product_attention` as they are. At short lengths any bias
 and any mask go there too, as one dense float32 tensor of heads × queries × keys; past `DENSE` entries that tensor would
-cost more than it saves.
+cost more than it saves. A decay goes into the queries and keys, where the call is short enough for its powers.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lengthen.attention.biases import Bias, Decay, Table
-from lengthen.attention.checks import finite
+from lengthen.attention.checks import can_look, finite
 from lengthen.attention.masks import Bidirectional, Causal, Mask
+from lengthen.attention.sides import folded
 
 DENSE = 1 << 20  # entries of a dense bias: 4 MB
 FEW = 32  # for so few queries (decoding) a dense bias is small beside the keys, and may be larger by `MORE`
 MORE = 16  # on a GPU too, where many small steps cost more than large ones
+# How small a decay's power may get in a query or key, and so how large in another: far from what the dtype can hold.
+LEAST_POWER = {torch.float16: 2.0**-5, torch.bfloat16: 2.0**-16, torch.float32: 2.0**-16, torch.float64: 2.0**-16}
 
 
 def unfit(
@@ -36,7 +39,11 @@ def unfit(
     if return_lse:
         return "it does not return lse"
     if decay is not None:
-        return "it knows no decay"
+        if reason := _unfoldable(q, k, decay, mask, q_start):
+            return reason
+        if q.dtype in (torch.float16, torch.bfloat16) and q.device.type != "cpu":
+            return "in 16 bits, queries and keys with the decay in them would be rounded twice"
+        scale = scale / LEAST_POWER[q.dtype] ** 2  # what a hidden key ahead of its query grows by, at most
     if not (q.numel() and v.numel()):
         return "there is nothing to read"
     if bias is not None and any(t is not None and t.requires_grad for t in bias.tensors):
@@ -60,6 +67,26 @@ def unfit(
     return ""
 
 
+def traceable(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | None,
+    decay: Decay | None,
+    mask: Mask,
+    q_start: int,
+    return_lse: bool,
+) -> bool:
+    """Return whether torch.compile may take torch's own attention into its graph, where no value can be looked at.
+
+    So a NaN in a key or value may there reach queries that do not see it. A compiler joins the decay to what made the
+    queries and keys, and rounds once.
+    """
+    if return_lse or v.shape[3] != q.shape[3] or _plain(q, k, bias, mask, q_start) is None:
+        return False
+    return decay is None or not _unfoldable(q, k, decay, mask, q_start)
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -76,6 +103,11 @@ def attention(
     # A bias in 16 bits is wrong, and 16-bit floats are slow on most CPUs: there the call is made in float32.
     if dtype in (torch.float16, torch.bfloat16) and (plain is None or q.device.type == "cpu"):
         q, k, v = q.float(), k.float(), v.float()
+    if decay is not None:
+        q, k = folded(q, k, decay, q_start)
+        if v.shape[1] != k.shape[1]:
+            v = v.repeat_interleave(k.shape[1] // v.shape[1], dim=1)
+        grouped = q.shape[1] != k.shape[1]
     if plain is not None:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=plain, scale=scale, enable_gqa=grouped)
         return out.to(dtype)
@@ -97,3 +129,19 @@ def _plain(q: Tensor, k: Tensor, bias: Bias | None, mask: Mask, q_start: int) ->
     if isinstance(mask, Bidirectional):
         return False
     return True if isinstance(mask, Causal) and q_start == 0 and q.shape[2] == k.shape[2] else None
+
+
+def _unfoldable(q: Tensor, k: Tensor, decay: Decay, mask: Mask, q_start: int) -> str:
+    """Return why the decay cannot go into queries and keys; empty: it can."""
+    if isinstance(mask, Bidirectional):
+        return "it knows no decay for keys ahead of the query"
+    floor = decay.floor
+    if floor is None and can_look(decay.rates):
+        floor = float(decay.rates.detach().min())
+    if floor is None:
+        return "how fast the decay is cannot be looked at"
+    middle = (q_start + q.shape[2]) / 2
+    farthest = max(abs(end - middle) for end in (0, k.shape[2], q_start, q_start + q.shape[2]))
+    if floor**farthest < LEAST_POWER[q.dtype]:
+        return "the decay's powers would come too near to what the dtype can hold"
+    return ""

@@ -99,10 +99,14 @@ def attention(
         >>> lengthen.attention(q, k, v, bias=lengthen.Linear(lengthen.alibi_slopes(8))).shape
         torch.Size([1, 8, 1024, 64])
     """
-    # How far to read depends on the data, so torch.compile works around the call. (As a decorator, `disable` would load
-    # the compiler with the package, and double the time that its import takes.)
     attend: Callable[..., tuple[Tensor, Tensor | None]] = _attend
     if torch.compiler.is_compiling():
+        if backend is None and isinstance(mask, Mask):
+            settled = check_call(q, k, v, bias, decay, mask, scale, q_start, tolerance)
+            if native.traceable(q, k, v, bias, decay, mask, settled.q_start, return_lse):
+                return native.attention(q, k, v, bias, decay, mask, settled.scale, settled.q_start)
+        # How far to read depends on the data, so torch.compile works around other calls. (As a decorator, `disable`
+        # would load the compiler with the package, and double the time that its import takes.)
         attend = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
     out, lse = attend(q, k, v, bias, decay, mask, scale, q_start, tolerance, return_lse, backend)
     return (out, lse) if return_lse and lse is not None else out

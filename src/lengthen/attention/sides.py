@@ -3,6 +3,8 @@
 Keys behind the query are scaled by rate^−(j − s) and queries by rate^(i − s), s the chunk's far end. The keys' exponent
 stays small, since a chunk is short; the query's factor may underflow, as the score itself then does. Keys ahead of the
 query are scaled from the other end. Only a chunk that holds keys on both sides of a query needs both.
+
+A whole call that is short, with no key ahead of its query, is one chunk: `folded` counts from its middle.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from lengthen.attention.biases import Decay
 
 
 @dataclass(eq=False)
@@ -40,3 +44,16 @@ class Side:
         d_log_rate = torch.einsum("bhrd,r->hd", (d_q * self.q).double(), self.q_steps.double())
         d_log_rate -= torch.einsum("bhnd,n->hd", (d_k * self.k).double(), self.k_steps.double())
         return d_q * self.q_factor, d_k * self.k_factor, d_log_rate
+
+
+def folded(q: Tensor, k: Tensor, decay: Decay, q_start: int) -> tuple[Tensor, Tensor]:
+    """Return q and k with the decay of every key behind its query in their product, each in its own dtype."""
+    middle = (q_start + q.shape[2]) / 2
+    log_rate = decay.rates.double().log().reshape(-1, 1, decay.rates.shape[-1])
+    i = torch.arange(q.shape[2], device=q.device, dtype=torch.float64).unsqueeze(-1) + (q_start - middle)
+    j = torch.arange(k.shape[2], device=k.device, dtype=torch.float64).unsqueeze(-1) - middle
+    compute = torch.promote_types(q.dtype, torch.float32)
+    q_factor, k_factor = (log_rate * i).exp().to(compute), (-log_rate * j).exp().to(compute)
+    if k_factor.shape[0] not in (1, k.shape[1]):  # a decay of each head's own, and heads that share keys
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    return (q * q_factor).to(q.dtype), (k * k_factor).to(k.dtype)

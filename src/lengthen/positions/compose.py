@@ -6,8 +6,9 @@ off its class, so a method of one's own needs no entry anywhere.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from lengthen.attention.biases import Bias, Decay
@@ -64,11 +65,17 @@ class Composed(PositionMethod):
             x = part.embed(x, positions)
         return x
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+    @property
+    def _rotating(self) -> PositionMethod | None:
+        return next((part for part in self.parts if "rotate" in part.places), None)
+
+    def prepared(self, positions: Tensor, dtype: torch.dtype) -> Any:
         """Do what the method that rotates does."""
-        for part in self.parts:
-            x = part.rotate(x, positions)
-        return x
+        return positions if self._rotating is None else self._rotating.prepared(positions, dtype)
+
+    def rotate(self, x: Tensor, positions: Any) -> Tensor:
+        """Do what the method that rotates does."""
+        return x if self._rotating is None else self._rotating.rotate(x, positions)
 
     def decay(self) -> Decay | None:
         """Return the decay of the method that has one."""

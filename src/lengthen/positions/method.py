@@ -65,7 +65,11 @@ class PositionMethod(nn.Module):
         """Return x `[batch, length, width]` with its positions, `[length]` or `[batch, length]`, in it."""
         return x
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+    def prepared(self, positions: Tensor, dtype: torch.dtype) -> Any:
+        """Return what `rotate` may be given in place of positions: made once for all layers, for x of this dtype."""
+        return positions
+
+    def rotate(self, x: Tensor, positions: Any) -> Tensor:
         """Return a query or key `[batch, heads, length, head_dim]` turned by its positions; any heads."""
         return x
 

@@ -14,12 +14,20 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lengthen.positions.method import PositionMethod, check_positions
 from lengthen.positions.options import choice, number
+
+
+class Angles(NamedTuple):
+    """Cosines and sines of some positions, `[length, head_dim / 2]` or `[batch, 1, length, head_dim / 2]`."""
+
+    cos: Tensor
+    sin: Tensor
 
 
 class Rotation(PositionMethod):
@@ -39,11 +47,18 @@ class Rotation(PositionMethod):
         pair = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
         return torch.pow(self.base, -pair / self.head_dim)
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+    def prepared(self, positions: Tensor, dtype: torch.dtype) -> Angles:
+        """Return the angles of these positions: torch.compile would otherwise compute them in every layer."""
+        return Angles(*self._tables(positions, torch.promote_types(dtype, torch.float32)))
+
+    def rotate(self, x: Tensor, positions: Tensor | Angles) -> Tensor:
         """Return x turned by its positions, in x's dtype."""
-        check_positions(x, positions, 4, ("head_dim", self.head_dim))
         compute = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = self._tables(positions, compute)
+        if isinstance(positions, Angles):
+            cos, sin = positions
+        else:
+            check_positions(x, positions, 4, ("head_dim", self.head_dim))
+            cos, sin = self._tables(positions, compute)
         wide = x.to(compute)
         if self.pairs == "halves":
             a, b = wide.chunk(2, dim=-1)

@@ -47,6 +47,8 @@ class XPos(Rotation):
         self.scale_base = number("xpos.scale_base", scale_base, above=0)
         learned = flag("xpos.learned_gamma", learned_gamma)
         self.raw_gamma = nn.Parameter(torch.empty((), dtype=torch.float32)) if learned else None
+        fixed = self.initial_gamma / (1 + self.initial_gamma)  # pair 0 decays fastest
+        self._floor = None if learned else fixed ** (1 / self.scale_base)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -69,4 +71,5 @@ class XPos(Rotation):
         pair = torch.arange(half, dtype=torch.float64, device=self.device)
         gamma = self.gamma
         rates = ((pair / half + gamma) / (1 + gamma)) ** (1 / self.scale_base)
-        return Decay(torch.cat((rates, rates)) if self.pairs == "halves" else torch.stack((rates, rates), -1).flatten())
+        rates = torch.cat((rates, rates)) if self.pairs == "halves" else torch.stack((rates, rates), -1).flatten()
+        return Decay(rates, self._floor)

@@ -1,0 +1,216 @@
+"""The transformer: a stack of pre-norm blocks that is blind to which position method it has.
+
+    x = embed(ids)                                  [batch, length, width], with positions added by methods that do so
+    x = x + attention(norm(x));  x = x + feed_forward(norm(x))          in each block
+    logits = norm(x) · outputᵀ
+
+Position enters through the method's four places alone: `embed` once, `rotate` on queries and keys, `decay` and `bias`
+in the attention op. Method, bias and decay are made once a pass and shared by all blocks. A decoder and an encoder
+differ in the mask and in what is predicted, not in their blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lengthen.attention import Bidirectional, Causal, Mask, attention
+from lengthen.attention.biases import Bias, Decay
+from lengthen.attention.checks import describe
+from lengthen.model.config import ModelConfig
+from lengthen.model.loss import linear_cross_entropy
+from lengthen.positions.method import PositionMethod
+
+INIT_STD = 0.02  # GPT-2's; the projections that write into the residual stream get it divided by √(2·layers)
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """What every block of one forward pass shares."""
+
+    method: PositionMethod
+    positions: Any  # what method.prepared made of them
+    bias: Bias | None
+    decay: Decay | None
+    mask: Mask
+
+
+class Attention(nn.Module):
+    """Self-attention with any position method, heads of queries sharing keys and values if there are fewer of those."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_width
+        self.sizes = [config.heads * self.head_dim, *[config.key_value_heads * self.head_dim] * 2]
+        self.qkv = nn.Linear(config.width, sum(self.sizes), bias=config.biases)
+        self.out = nn.Linear(self.sizes[0], config.width, bias=config.biases)
+
+    def forward(self, x: Tensor, shared: Pass) -> Tensor:
+        """Return what each token of x `[batch, length, width]` reads from those it sees."""
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.qkv(x).split(self.sizes, -1)
+        )
+        q, k = (shared.method.rotate(part, shared.positions) for part in (q, k))
+        read = attention(q, k, v, bias=shared.bias, decay=shared.decay, mask=shared.mask)
+        return cast(Tensor, self.out(read.transpose(1, 2).flatten(-2)))
+
+
+class FeedForward(nn.Module):
+    """Two matrices with GELU or ReLU between them, or SwiGLU: (silu(x·gate) · (x·up)) · down."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.activation = config.activation
+        gated = config.activation == "swiglu"
+        self.up = nn.Linear(config.width, config.hidden_width * (2 if gated else 1), bias=config.biases)
+        self.down = nn.Linear(config.hidden_width, config.width, bias=config.biases)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output for x `[…, width]`."""
+        hidden = self.up(x)
+        if self.activation == "swiglu":
+            gate, hidden = hidden.chunk(2, dim=-1)
+            hidden = F.silu(gate) * hidden
+        else:
+            hidden = F.gelu(hidden, approximate="tanh") if self.activation == "gelu" else F.relu(hidden)
+        return cast(Tensor, self.down(hidden))
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward layer, each added to what it read."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm, self.feed_forward_norm = norm(config), norm(config)
+        self.attention, self.feed_forward = Attention(config), FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, shared: Pass) -> Tensor:
+        """Return x `[batch, length, width]` with this block's part added."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), shared))
+        return x + cast(Tensor, self.dropout(self.feed_forward(self.feed_forward_norm(x))))
+
+
+def norm(config: ModelConfig) -> nn.Module:
+    """Return a normalisation layer of the kind that the model has."""
+    if config.norm == "rms":
+        return nn.RMSNorm(config.width, eps=config.norm_epsilon)
+    return nn.LayerNorm(config.width, eps=config.norm_epsilon, bias=config.biases)
+
+
+class Transformer(nn.Module):
+    """A language model: a decoder that predicts the next token, or an encoder that predicts masked ones.
+
+    >>> config = ModelConfig(vocab_size=258, layers=2, width=64, heads=4, train_length=32)
+    >>> model = Transformer(config)
+    >>> ids = torch.randint(258, (1, 100))
+    >>> model(ids).shape
+    torch.Size([1, 100, 258])
+    >>> total, losses = model(ids[:, :-1], targets=ids[:, 1:])  # the logits are never all in memory
+    """
+
+    output: nn.Linear | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise TypeError(f"config: expected a ModelConfig, got {describe(config)}")
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = norm(config)
+        self.output = None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
+        self.method = config.position_method()  # last, so that models which differ in it alone start alike
+        self.checkpoint_activations = False
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all weights anew, from torch's random generator."""
+        for name, parameter in self.named_parameters():
+            if name.startswith("method."):
+                continue
+            if parameter.dim() == 2:
+                into_stream = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
+                std = INIT_STD / math.sqrt(2 * self.config.layers) if into_stream else INIT_STD
+                parameter.normal_(std=std)
+            else:  # the scales of norms, and biases
+                parameter.fill_(0 if name.endswith("bias") else 1)
+        for module in self.method.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The output layer, `[vocabulary, width]`: the embedding's own where they are tied."""
+        return self.embedding.weight if self.output is None else self.output.weight
+
+    def hidden(self, ids: Tensor, mask: Mask | None = None, document_starts: Tensor | None = None) -> Tensor:
+        """Return the last block's output, normalised, `[batch, length, width]`; arguments as for `forward`."""
+        config, length = self.config, ids.shape[1]
+        if mask is None:
+            mask = Causal() if config.kind == "decoder" else Bidirectional()
+        positions = torch.arange(length, device=ids.device)
+        if document_starts is not None:  # each document counts from its own start, as it would alone
+            mask, positions = mask.packed(document_starts), positions - document_starts
+        x = self.embedding(ids)
+        if config.scale_embeddings:
+            x = x * math.sqrt(config.width)
+        x = self.dropout(self.method.embed(x, positions))
+        if torch.is_autocast_enabled(x.device.type):  # else every block would read and write the stream in 32 bits
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        shared = Pass(
+            method=self.method,
+            positions=self.method.prepared(positions, x.dtype),
+            bias=self.method.bias(max(length - 1, 0)),
+            decay=self.method.decay(),
+            mask=mask,
+        )
+        for block in self.blocks:
+            if self.checkpoint_activations and self.training and torch.is_grad_enabled():
+                x = checkpoint(block, x, shared, use_reentrant=False)
+            else:
+                x = block(x, shared)
+        return cast(Tensor, self.norm(x))
+
+    def forward(
+        self,
+        ids: Tensor,
+        targets: Tensor | None = None,
+        mask: Mask | None = None,
+        document_starts: Tensor | None = None,
+    ) -> Any:
+        """Return logits, or with targets the losses.
+
+        Args:
+            ids: tokens `[batch, length]`, integers below the vocabulary's size.
+            targets: what each place should predict, `[batch, length]`; −100 is not scored.
+            mask: what each token sees; None: `Causal()` for a decoder, `Bidirectional()` for an encoder. Evaluation
+                beyond the training length may give `Blockwise(train_length // 2)`.
+            document_starts: `[batch, length]`, where the document of each token starts: documents do not see each
+            other.
+
+        Returns:
+            Without targets, logits `[batch, length, vocabulary]`. With targets, the sum of the losses (a scalar, which
+            gradients flow through) and each token's own `[batch, length]` (which they do not): natural logarithms.
+        """
+        self._check(ids, targets)
+        hidden = self.hidden(ids, mask, document_starts)
+        if targets is None:
+            return F.linear(hidden, self.output_weight)
+        total, losses = linear_cross_entropy(hidden.flatten(0, 1), self.output_weight, targets.flatten())
+        return total, losses.view(targets.shape)
+
+    def _check(self, ids: Tensor, targets: Tensor | None) -> None:
+        if ids.dim() != 2 or ids.is_floating_point():
+            raise ValueError(f"ids: expected integers [batch, length], got {describe(ids)}")
+        if targets is not None and targets.shape != ids.shape:
+            raise ValueError(f"targets: expected shape {list(ids.shape)} like ids, got {describe(targets)}")

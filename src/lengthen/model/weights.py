@@ -1,0 +1,83 @@
+"""A model as one file: its weights and its config in safetensors. Nothing is unpickled to load it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lengthen.model.config import ModelConfig
+from lengthen.model.transformer import Transformer
+from lengthen.positions.options import nearest
+
+KEY = "lengthen"  # the config's name in the file's metadata
+
+
+def save(model: Transformer, path: str | os.PathLike[str]) -> None:
+    """Write the model to `path`, all of it or nothing: a file of that name is replaced once the new one is complete."""
+    write(model.state_dict(), model.config, path)
+
+
+def write(state: Mapping[str, Tensor], config: ModelConfig, path: str | os.PathLike[str]) -> None:
+    """Write weights and config to `path`, as `save` does."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.partial")
+    tensors = {name: tensor.detach().contiguous() for name, tensor in state.items()}
+    try:
+        try:
+            save_file(tensors, partial, metadata={"format": "pt", KEY: json.dumps(asdict(config))})
+        except SafetensorError as problem:  # what the library makes of a full disk
+            raise OSError(f"{target}: could not be written: {problem}") from problem
+        with partial.open("rb") as written:
+            os.fsync(written.fileno())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> Transformer:
+    """Return the model in `path`: a file that `save` wrote, or a checkpoint's folder with `model.safetensors` in it."""
+    config, state = read(path, device)
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.to_empty(device=device)
+    model.load_state_dict(state)
+    return model
+
+
+def read(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Return the config and the weights in a file that `save` wrote."""
+    from safetensors import SafetensorError, safe_open
+
+    file = Path(path)
+    if file.is_dir():
+        file = file / "model.safetensors"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: expected a model's weights, got no such file")
+    try:
+        with safe_open(file, framework="pt", device=str(device)) as opened:
+            metadata = opened.metadata() or {}
+            state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
+    except SafetensorError as problem:
+        raise ValueError(f"{file}: expected a whole safetensors file, got one that cannot be read: {problem}") from None
+    if KEY not in metadata:
+        raise ValueError(f"{file}: expected a model's config in the file's metadata (key {KEY!r}), got none")
+    return config_from(json.loads(metadata[KEY]), str(file)), state
+
+
+def config_from(values: Mapping[str, Any], where: str) -> ModelConfig:
+    """Return a ModelConfig from a table of its keys; unknown ones are refused by name."""
+    known = [field.name for field in fields(ModelConfig)]
+    for key in values:
+        if key not in known:
+            raise ValueError(f"{where}: unknown key 'model.{key}'{nearest(key, known)}")
+    return ModelConfig(**values)
