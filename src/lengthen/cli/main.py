@@ -23,12 +23,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; return the exit status: 0 for success, 1 for an error with its message, 2 for wrong usage."""
     words = list(sys.argv[1:] if argv is None else argv)
     traceback = "--traceback" in words
-    words = [word for word in words if word != "--traceback"]
+    words, keys = _keys([word for word in words if word != "--traceback"])
     parser = _parser(next((word for word in words if not word.startswith("-")), None))
     arguments = parser.parse_args(words)
     if arguments.verb is None:
         parser.print_help()
         return 0
+    arguments.keys = keys
+    if keys and not arguments.takes_keys:
+        parser.error(f"{arguments.verb} takes no keys, got --{keys[0][0]}")
     try:
         return int(arguments.run(arguments))
     except KeyboardInterrupt:
@@ -37,11 +40,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as with `lengthen … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, TypeError, OSError, ImportError) as problem:  # what checks of input, files and extras raise
+    except (
+        ValueError,
+        TypeError,
+        ArithmeticError,
+        OSError,
+        ImportError,
+    ) as problem:  # what checks of input, files and extras raise
         if traceback:
             raise
         print(f"lengthen {arguments.verb}: error: {problem}", file=sys.stderr)
         return 1
+
+
+def _keys(words: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Return the words without those like --train.steps 500 or --train.steps=500, and those as pairs."""
+    rest, keys = [], []
+    waiting = iter(words)
+    for word in waiting:
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or "." not in key:
+            rest.append(word)
+            continue
+        if not equals:
+            value = next(waiting, "--")
+            if value.startswith("--"):
+                raise SystemExit(f"lengthen: error: --{key}: expected a value, got none")
+        keys.append((key, value))
+    return rest, keys
 
 
 def _parser(verb: str | None) -> argparse.ArgumentParser:
@@ -65,7 +91,7 @@ def _parser(verb: str | None) -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         module.add_arguments(child)
-        child.set_defaults(run=module.run)
+        child.set_defaults(run=module.run, takes_keys=getattr(module, "TAKES_KEYS", False))
     return parser
 
 

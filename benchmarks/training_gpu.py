@@ -1,0 +1,152 @@
+"""Training speed on one GPU: tokens a second and model FLOP utilisation, one row a model and position method.
+
+    python benchmarks/training_gpu.py                    # small and xl, every method; writes benchmarks/results
+    python benchmarks/training_gpu.py --models small --methods sinusoidal,rotary,xpos --steps 60
+
+Each row is the real loop (`lengthen.training.train`) on real windows with a vocabulary of 50,304, bf16 autocast and
+torch.compile, at the preset's training length; the first steps, which compile, are not counted. A row's speed is the
+median over stretches of ten steps. Sinusoidal, the yardstick, is measured before and after the others: the two tell how
+far the machine drifts. Utilisation counts the operations that the model needs (`ModelConfig.flops_per_token`: attention at
+half of its square, nothing recomputed) over the data sheet's dense bf16 peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lengthen.data import Corpus, prepare
+from lengthen.training import Watcher, load, train, world
+from lengthen.training.log import Record
+
+VOCABULARY = 50_304  # GPT-2's, padded to a multiple of 64
+BATCH = {"small": 64, "xl": 16}  # windows in one pass: enough to fill the GPU
+SLOW = ("alibi", "t5")  # these wait for kernels of their own, and get fewer steps
+METHODS = ("sinusoidal", "rotary", "xpos", "alibi", "t5")
+
+
+class Enough(Exception):
+    """The run has shown its speed."""
+
+
+class Meter(Watcher):
+    """Collects the speed of every stretch between two readings after the first few, and then ends the run."""
+
+    def __init__(self, skip: int, steps: int) -> None:
+        self.skip, self.steps = skip, steps
+        self.speeds: dict[float, None] = {}  # one entry a stretch: all its steps carry the same number
+        self.losses: list[float] = []
+        self.began = time.perf_counter()
+        self.ready: float | None = None
+
+    def stepped(self, record: Record) -> None:
+        """Note the stretch's speed."""
+        self.losses.append(record["loss"])
+        if record["step"] > self.skip:
+            self.ready = self.ready or time.perf_counter() - self.began
+            self.speeds[record["tokens_per_second"]] = None
+        if record["step"] >= self.steps:
+            raise Enough
+
+
+def measure(model: str, method: str, corpus: Corpus, steps: int, stretch: int, extra: list[tuple[str, str]]) -> Record:
+    torch._dynamo.reset()
+    torch.cuda.reset_peak_memory_stats()
+    words = [
+        ("model.positions", method),
+        ("model.vocab_size", str(VOCABULARY)),
+        ("train.batch", str(BATCH[model])),
+        ("train.micro_batch", str(BATCH[model])),
+        ("train.steps", str(steps + 1)),
+        ("schedule.warmup", "20"),
+        ("evaluation.every", "0"),
+        ("checkpoint.every", "0"),
+        ("log.every", str(stretch)),
+        *extra,
+    ]
+    config = load(model, words)
+    meter = Meter(skip=stretch, steps=steps)
+    with tempfile.TemporaryDirectory() as out, world("cuda") as here:
+        try:
+            train(config, corpus, out, here, watchers=[meter])
+        except Enough:
+            pass
+        peak = here.peak_flops()
+    speed = statistics.median(meter.speeds)
+    needed = config.model.flops_per_token(config.model.train_length)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {
+        "model": model,
+        "method": method,
+        "parameters": config.model.parameters,
+        "length": config.model.train_length,
+        "windows": config.train.batch,
+        "tokens_per_second": speed,
+        "spread": (max(meter.speeds) - min(meter.speeds)) / speed,
+        "utilisation": None if peak is None else speed * needed / peak,
+        "gigabytes": torch.cuda.max_memory_allocated() / 1e9,
+        "seconds_to_ready": meter.ready,
+        "last_loss": meter.losses[-1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="small,xl", help="presets, with commas")
+    parser.add_argument("--methods", default=",".join(METHODS), help="position methods, with commas")
+    parser.add_argument("--steps", type=int, default=80, help="steps of each row")
+    parser.add_argument("--slow-steps", type=int, default=12, help="steps of the rows that wait for kernels")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the config")
+    parser.add_argument("--data", type=Path, help="token shards; without it, the standard library's source")
+    parser.add_argument("--out", type=Path, help="where the JSON goes (default: benchmarks/results, with the date)")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs a CUDA device, and torch sees none")
+    extra = [(key, value) for key, _, value in (word.partition("=") for word in arguments.set)]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Corpus.open(arguments.data) if arguments.data else prepare(None, folder)
+        for model in arguments.models.split(","):
+            chosen = arguments.methods.split(",")
+            for number, method in enumerate([*chosen, *(["sinusoidal"] if "sinusoidal" in chosen[:1] else [])]):
+                slow = method in SLOW
+                steps, stretch = (arguments.slow_steps, 4) if slow else (arguments.steps, 10)
+                row: dict[str, Any] = measure(model, method, corpus, steps, stretch, extra)
+                row["again"] = number == len(chosen)
+                rows.append(row)
+                print(told(row, rows), flush=True)
+    result = {
+        "benchmark": "training_gpu",
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "rows": rows,
+    }
+    path = arguments.out or Path(__file__).parent / "results" / f"training_gpu-{result['date']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {path}")
+
+
+def told(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    yardsticks = [r["tokens_per_second"] for r in rows if r["model"] == row["model"] and r["method"] == "sinusoidal"]
+    against = f"{row['tokens_per_second'] / statistics.mean(yardsticks):6.3f}× sinusoidal" if yardsticks else ""
+    used = "" if row["utilisation"] is None else f"{row['utilisation']:6.1%} MFU"
+    return (
+        f"{row['model']:<6} {row['method']:<11} {row['tokens_per_second']:>10,.0f} tokens/s  {used}  {against}  "
+        f"{row['gigabytes']:5.1f} GB  spread {row['spread']:.1%}  ready after {row['seconds_to_ready']:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

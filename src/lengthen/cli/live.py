@@ -1,0 +1,140 @@
+"""Training as a live view on a terminal: progress, loss and its course, speed, validation at each length, time left."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live as Screen
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from lengthen.cli.lines import Clock, conclusion, introduction
+from lengthen.training import Outcome, Watcher
+from lengthen.training.events import Start
+from lengthen.training.log import Record
+
+BARS = "▁▂▃▄▅▆▇█"
+COURSE = 60  # columns of the loss's course
+
+
+class Live(Watcher):
+    """Draws the run, a few times a second."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self.progress = Progress(
+            TextColumn("[bold]{task.fields[now]}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+            TextColumn("{task.fields[left]}"),
+            console=self.console,
+            expand=True,
+        )
+        self.screen: Screen | None = None
+        self.record: Record = {}
+        self.losses: list[float] = []
+        self.smooth: float | None = None
+        self.evaluations: dict[int, deque[tuple[int, float]]] = {}
+        self.saved_at: str = "none yet"
+
+    def started(self, start: Start) -> None:
+        """Begin to draw."""
+        self.console.print(introduction(start))
+        self.clock = Clock()
+        self.train_length = start.config.model.train_length
+        self.task = self.progress.add_task(
+            "", total=start.config.train.steps, completed=start.first, now="training", left=""
+        )
+        self.screen = Screen(self._picture(), console=self.console, refresh_per_second=4, transient=True)
+        self.screen.start()
+
+    def stepped(self, record: Record) -> None:
+        """Draw the step."""
+        self.record = record
+        loss = record["loss"]
+        self.smooth = loss if self.smooth is None else 0.95 * self.smooth + 0.05 * loss
+        self.losses.append(self.smooth)
+        total = self.progress.tasks[self.task].total or record["step"]
+        left = self.clock.left(record["step"], int(total))
+        self.progress.update(self.task, completed=record["step"], now="training", left=left)
+        self._draw()
+
+    def evaluating(self, step: int, length: int, share: float) -> None:
+        """Say what is going on instead of training."""
+        self.progress.update(self.task, now=f"validation at {length:,}: {share:.0%}")
+        self._draw()
+
+    def evaluated(self, record: Record) -> None:
+        """Draw the length's perplexity beside the earlier ones."""
+        kept = self.evaluations.setdefault(record["length"], deque(maxlen=4))
+        kept.append((record["step"], record["perplexity"]))
+        self._draw()
+
+    def saved(self, path: Path, step: int) -> None:
+        """Note the checkpoint."""
+        self.saved_at = path.name
+        self._draw()
+
+    def said(self, text: str) -> None:
+        """Print it above the picture."""
+        self.console.print(text)
+
+    def ended(self, outcome: Outcome) -> None:
+        """Leave the last picture standing, and say where the result is."""
+        picture = self._picture()
+        self.close()
+        self.console.print(picture)
+        self.console.print(conclusion(outcome))
+
+    def close(self) -> None:
+        """Stop drawing."""
+        if self.screen is not None:
+            self.screen.stop()
+            self.screen = None
+
+    def _draw(self) -> None:
+        if self.screen is not None:
+            self.screen.update(self._picture())
+
+    def _picture(self) -> RenderableType:
+        parts: list[RenderableType] = [self.progress]
+        if self.record:
+            numbers = Table.grid(padding=(0, 3))
+            used = self.record["utilisation"]
+            numbers.add_row(
+                f"loss [bold]{self.smooth:.4f}[/]",
+                f"{self.record['tokens_per_second']:,.0f} tokens/s",
+                "" if used is None else f"{used:.1%} of the GPU's peak",
+                f"rate {self.record['rate']:.2e}",
+                f"gradient {self.record['norm']:.2f}",
+                f"checkpoint {self.saved_at}",
+            )
+            parts += [numbers, f"[cyan]{course(self.losses, COURSE)}[/]"]
+        if self.evaluations:
+            parts.append(self._validation())
+        return Group(*parts)
+
+    def _validation(self) -> Table:
+        table = Table(title="validation perplexity", title_justify="left", box=None, padding=(0, 2))
+        table.add_column("length")
+        for step, _ in next(iter(self.evaluations.values())):
+            table.add_column(f"step {step:,}", justify="right")
+        for length, kept in self.evaluations.items():
+            times = f"{length:,}" if length == self.train_length else f"{length:,} ({length / self.train_length:g}×)"
+            table.add_row(times, *(f"{perplexity:.3f}" for _, perplexity in kept))
+        return table
+
+
+def course(values: list[float], columns: int) -> str:
+    """Return numbers as a row of bars, the lowest a thin one; each column is the mean of its share of them."""
+    if not values:
+        return ""
+    columns = min(columns, len(values))
+    means = []
+    for column in range(columns):
+        part = values[column * len(values) // columns : (column + 1) * len(values) // columns]
+        means.append(sum(part) / len(part))
+    low, high = min(means), max(means)
+    return "".join(BARS[int((mean - low) / ((high - low) or 1) * (len(BARS) - 1))] for mean in means)

@@ -1,0 +1,54 @@
+"""The run's log: JSON lines, one a step, one an evaluation, each step once however often the run was stopped.
+
+    {"kind": "step", "step": 12, "loss": 2.31, "rate": 0.0006, "norm": 0.8, "tokens": 24576, "seconds": 3.2, …}
+    {"kind": "evaluation", "step": 250, "length": 128, "loss": 2.1, "perplexity": 8.2, "tokens": 65536}
+
+Numbers are written so that reading them gives the very same float.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def read(path: str | Path) -> Iterator[Record]:
+    """Yield the records of a log; a last line that a killed process left torn is not one."""
+    with Path(path).open(encoding="utf-8") as file:
+        for line in file:
+            if not line.endswith("\n"):
+                return
+            yield json.loads(line)
+
+
+class Log:
+    """Appends records to a file; each is in the system's hands before the next step begins."""
+
+    def __init__(self, path: Path, after: int) -> None:
+        """Open the log to go on after this many steps: what is said of later ones will be said again."""
+        if path.exists():
+            kept = [record for record in read(path) if record["step"] <= after]
+            partial = path.with_name(f".{path.name}.partial")
+            partial.write_text("".join(map(_line, kept)), encoding="utf-8")
+            partial.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        """Append one record."""
+        self._file.write(_line(record))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Have the log on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def _line(record: Record) -> str:
+    return json.dumps(record, allow_nan=True) + "\n"
