@@ -6,13 +6,14 @@
 Each row is the real loop (`lengthen.training.train`) on real windows with a vocabulary of 50,304, bf16 autocast and
 torch.compile, at the preset's training length; the first steps, which compile, are not counted. A row's speed is the
 median over stretches of ten steps. Sinusoidal, the yardstick, is measured before and after the others: the two tell how
-far the machine drifts. Utilisation counts the operations that the model needs (`ModelConfig.flops_per_token`: attention at
-half of its square, nothing recomputed) over the data sheet's dense bf16 peak.
+far the machine drifts. Utilisation counts the operations that the model needs (`ModelConfig.flops_per_token`: attention
+at half of its square, nothing recomputed) over the data sheet's dense bf16 peak.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import gc
 import json
@@ -34,7 +35,7 @@ SLOW = ("alibi", "t5")  # these wait for kernels of their own, and get fewer ste
 METHODS = ("sinusoidal", "rotary", "xpos", "alibi", "t5")
 
 
-class Enough(Exception):
+class EnoughError(Exception):
     """The run has shown its speed."""
 
 
@@ -55,7 +56,7 @@ class Meter(Watcher):
             self.ready = self.ready or time.perf_counter() - self.began
             self.speeds[record["tokens_per_second"]] = None
         if record["step"] >= self.steps:
-            raise Enough
+            raise EnoughError
 
 
 def measure(model: str, method: str, corpus: Corpus, steps: int, stretch: int, extra: list[tuple[str, str]]) -> Record:
@@ -66,7 +67,7 @@ def measure(model: str, method: str, corpus: Corpus, steps: int, stretch: int, e
         ("model.vocab_size", str(VOCABULARY)),
         ("train.batch", str(BATCH[model])),
         ("train.micro_batch", str(BATCH[model])),
-        ("train.steps", str(steps + 1)),
+        ("train.steps", str(steps + 3 * stretch)),
         ("schedule.warmup", "20"),
         ("evaluation.every", "0"),
         ("checkpoint.every", "0"),
@@ -76,10 +77,8 @@ def measure(model: str, method: str, corpus: Corpus, steps: int, stretch: int, e
     config = load(model, words)
     meter = Meter(skip=stretch, steps=steps)
     with tempfile.TemporaryDirectory() as out, world("cuda") as here:
-        try:
+        with contextlib.suppress(EnoughError):
             train(config, corpus, out, here, watchers=[meter])
-        except Enough:
-            pass
         peak = here.peak_flops()
     speed = statistics.median(meter.speeds)
     needed = config.model.flops_per_token(config.model.train_length)

@@ -90,7 +90,11 @@ UNFIT: dict[str, tuple[dict[str, Any], str, bool]] = {
         "it knows no decay for keys ahead of the query",
         False,
     ),
-    "a fast decay": (inputs() | {"decay": Decay(torch.full((8,), 0.1))}, "the decay's powers would come too near", False),
+    "a fast decay": (
+        inputs() | {"decay": Decay(torch.full((8,), 0.1))},
+        "the decay's powers would come too near",
+        False,
+    ),
     "a decay and a key that would overflow with it": (
         inputs() | {"decay": Decay(torch.full((8,), 0.5)), "scale": 1e299},
         "an input is not finite, and it would let hidden keys leak",

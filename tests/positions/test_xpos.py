@@ -35,7 +35,7 @@ def papers_scores(q: Tensor, k: Tensor, gamma: float, scale_base: float) -> Tens
 
 @pytest.mark.parametrize("options", [{}, {"gamma": 1.5, "scale_base": 37.5}])
 def test_is_the_paper_s_formula(options: dict[str, Any]) -> None:
-    method = XPos(**SIZES, **options)
+    method = XPos(**SIZES, **options, pairs="neighbours")  # the paper's layout
     q, k, v = torch.randn(3, 1, 2, 40, 16, dtype=torch.float64).unbind()
     scores = papers_scores(q, k, options.get("gamma", 0.4), options.get("scale_base", 512.0)) / 4
     hidden = torch.ones(40, 40, dtype=torch.bool).triu(1)
@@ -58,7 +58,8 @@ def test_both_layouts_give_the_same_attention_on_permuted_features() -> None:
     q, k, v = torch.randn(3, 1, 2, 12, 16, dtype=torch.float64).unbind()
     order = torch.arange(16).view(2, 8).mT.flatten()
     halves = attend(XPos(**SIZES, pairs="halves"), q, k, v, 0)
-    torch.testing.assert_close(halves, attend(XPos(**SIZES), q[..., order], k[..., order], v, 0))
+    neighbours = attend(XPos(**SIZES, pairs="neighbours"), q[..., order], k[..., order], v, 0)
+    torch.testing.assert_close(halves, neighbours)
 
 
 @pytest.mark.parametrize("mask", [Causal(), Bidirectional()])
@@ -100,7 +101,7 @@ def test_decays_alike_on_both_sides() -> None:
 
 def test_rotates_as_rotary_does() -> None:
     q, positions = torch.randn(1, 2, 9, 16), torch.arange(9)
-    rotary = Rotary(**SIZES, pairs="neighbours", base=777.0)
+    rotary = Rotary(**SIZES, base=777.0)
     assert torch.equal(XPos(**SIZES, base=777.0).rotate(q, positions), rotary.rotate(q, positions))
 
 

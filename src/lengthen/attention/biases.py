@@ -7,7 +7,7 @@ feature's share of the score before it. None of them ever holds a length × leng
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -143,6 +143,7 @@ class Decay:
 
     rates: Tensor
     floor: float | None = None
+    _kept: dict[tuple[int, int, int, torch.dtype], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         rates = wide_tensor("Decay.rates", self.rates, (1, 2))
@@ -151,6 +152,21 @@ class Decay:
                 "Decay.rates: expected every rate in (0, 1], got values from "
                 f"{rates.min().item()} to {rates.max().item()}"
             )
+
+    def powers(self, queries: int, keys: int, q_start: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return rate^(i − m) for queries and rate^(m − j) for keys, m their middle: `[heads or 1, length, head_dim]`.
+
+        Their product is the decay of a key behind its query. They are kept, so that a model which asks before its
+        first layer has them in every layer, compiled or not.
+        """
+        size = (queries, keys, q_start, dtype)
+        if size not in self._kept:
+            middle = (q_start + queries) / 2
+            log_rate = self.rates.double().log().reshape(-1, 1, self.rates.shape[-1])
+            i = torch.arange(queries, device=self.rates.device, dtype=torch.float64).unsqueeze(-1) + (q_start - middle)
+            j = torch.arange(keys, device=self.rates.device, dtype=torch.float64).unsqueeze(-1) - middle
+            self._kept[size] = (log_rate * i).exp().to(dtype), (-log_rate * j).exp().to(dtype)
+        return self._kept[size]
 
     def at(self, distance: Tensor, feature: int, dtype: torch.dtype) -> Tensor:
         """Return the factor of one feature at integer distances, `[heads or 1, *distance.shape]`."""

@@ -98,7 +98,7 @@ def attention(
     q_start: int,
 ) -> Tensor:
     """Return out; only for calls that `unfit` has no word against."""
-    dtype, grouped = q.dtype, q.shape[1] != k.shape[1]
+    dtype = q.dtype
     plain = _plain(q, k, bias, mask, q_start)
     # A bias in 16 bits is wrong, and 16-bit floats are slow on most CPUs: there the call is made in float32.
     if dtype in (torch.float16, torch.bfloat16) and (plain is None or q.device.type == "cpu"):
@@ -107,9 +107,8 @@ def attention(
         q, k = folded(q, k, decay, q_start)
         if v.shape[1] != k.shape[1]:
             v = v.repeat_interleave(k.shape[1] // v.shape[1], dim=1)
-        grouped = q.shape[1] != k.shape[1]
     if plain is not None:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=plain, scale=scale, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=plain, scale=scale, enable_gqa=_grouped(q, k))
         return out.to(dtype)
     i = torch.arange(q.shape[2], device=q.device)[:, None] + q_start
     j = torch.arange(k.shape[2], device=q.device)
@@ -119,7 +118,7 @@ def attention(
     if bias is not None:
         distance = (i - j).where(visible.any(0)[0], 0)
         dense = bias.at(distance, q.dtype).masked_fill(~visible, -torch.inf)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, scale=scale, enable_gqa=grouped).to(dtype)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, scale=scale, enable_gqa=_grouped(q, k)).to(dtype)
 
 
 def _plain(q: Tensor, k: Tensor, bias: Bias | None, mask: Mask, q_start: int) -> bool | None:
@@ -133,6 +132,11 @@ def _plain(q: Tensor, k: Tensor, bias: Bias | None, mask: Mask, q_start: int) ->
 
 def _unfoldable(q: Tensor, k: Tensor, decay: Decay, mask: Mask, q_start: int) -> str:
     """Return why the decay cannot go into queries and keys; empty: it can."""
+    return unfoldable(decay, mask, q.shape[2], k.shape[2], q_start, q.dtype)
+
+
+def unfoldable(decay: Decay, mask: Mask, queries: int, keys: int, q_start: int, dtype: torch.dtype) -> str:
+    """As `_unfoldable`, for who has no queries and keys yet."""
     if isinstance(mask, Bidirectional):
         return "it knows no decay for keys ahead of the query"
     floor = decay.floor
@@ -140,8 +144,15 @@ def _unfoldable(q: Tensor, k: Tensor, decay: Decay, mask: Mask, q_start: int) ->
         floor = float(decay.rates.detach().min())
     if floor is None:
         return "how fast the decay is cannot be looked at"
-    middle = (q_start + q.shape[2]) / 2
-    farthest = max(abs(end - middle) for end in (0, k.shape[2], q_start, q_start + q.shape[2]))
-    if floor**farthest < LEAST_POWER[q.dtype]:
+    middle = (q_start + queries) / 2
+    farthest = max(abs(end - middle) for end in (0, keys, q_start, q_start + queries))
+    if floor**farthest < LEAST_POWER[dtype]:
         return "the decay's powers would come too near to what the dtype can hold"
     return ""
+
+
+def _grouped(q: Tensor, k: Tensor) -> bool:
+    """Return whether heads share keys; by an `if`, since torch.compile would hand on a comparison as a symbol."""
+    if q.shape[1] == k.shape[1]:  # noqa: SIM103
+        return False
+    return True

@@ -48,12 +48,16 @@ class Side:
 
 def folded(q: Tensor, k: Tensor, decay: Decay, q_start: int) -> tuple[Tensor, Tensor]:
     """Return q and k with the decay of every key behind its query in their product, each in its own dtype."""
-    middle = (q_start + q.shape[2]) / 2
-    log_rate = decay.rates.double().log().reshape(-1, 1, decay.rates.shape[-1])
-    i = torch.arange(q.shape[2], device=q.device, dtype=torch.float64).unsqueeze(-1) + (q_start - middle)
-    j = torch.arange(k.shape[2], device=k.device, dtype=torch.float64).unsqueeze(-1) - middle
     compute = torch.promote_types(q.dtype, torch.float32)
-    q_factor, k_factor = (log_rate * i).exp().to(compute), (-log_rate * j).exp().to(compute)
+    q_factor, k_factor = decay.powers(q.shape[2], k.shape[2], q_start, compute)
     if k_factor.shape[0] not in (1, k.shape[1]):  # a decay of each head's own, and heads that share keys
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    return (q * q_factor).to(q.dtype), (k * k_factor).to(k.dtype)
+    # (x·factor would take the factor's order of dimensions in memory, not the one that attention gives gradients in.)
+    return _times(q, q_factor), _times(k, k_factor)
+
+
+def _times(x: Tensor, factor: Tensor) -> Tensor:
+    """Return x·factor in x's dtype and its order of dimensions in memory."""
+    if x.stride(1) < x.stride(2):
+        return (x.transpose(1, 2) * factor.transpose(0, 1)).to(x.dtype).transpose(1, 2)
+    return (x * factor).to(x.dtype)

@@ -10,7 +10,7 @@ them, and no product is computed twice.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,9 +50,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if learns_hidden else None
         d_weight = torch.zeros_like(weight, dtype=wide) if learns_weight else None
         budget = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cpu"])
-        rows = max(1, budget // (weight.shape[0] * hidden.element_size()))
+        chunks = -(-hidden.shape[0] * weight.shape[0] * hidden.element_size() // budget)
+        rows = -(-hidden.shape[0] // max(1, chunks))  # chunks of one size: a short last one would waste a GPU's time
         score = _scorer(hidden.device.type, hidden.dtype) if learns_hidden or learns_weight else _score_only
-        for start in range(0, hidden.shape[0], rows):
+        for start in range(0, hidden.shape[0], max(1, rows)):
             here = slice(start, start + rows)
             logits = hidden[here] @ weight.mT
             losses[here], d_logits = score(logits, targets[here])
@@ -111,10 +112,11 @@ def _score_in_place(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return losses, d_logits
 
 
-@cache
-def _scorer(device: str, dtype: torch.dtype) -> Any:
-    """Return the fastest way to score a chunk here; on a GPU that is one kernel, made by torch.compile."""
+def _scorer(device: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the fastest way to score a chunk here."""
     if device == "cuda":
-        return torch.compile(_score_and_pull, dynamic=False)
+        from lengthen.model.score_kernel import score
+
+        return score
     # In 16 bits, what is computed in place is rounded at every step.
     return _score_in_place if dtype in (torch.float32, torch.float64) else _score_and_pull

@@ -23,9 +23,11 @@ from torch.utils.checkpoint import checkpoint
 from lengthen.attention import Bidirectional, Causal, Mask, attention
 from lengthen.attention.biases import Bias, Decay
 from lengthen.attention.checks import describe
+from lengthen.attention.native import unfoldable
 from lengthen.model.config import ModelConfig
 from lengthen.model.loss import linear_cross_entropy
 from lengthen.positions.method import PositionMethod
+from lengthen.positions.rotation import Rotation
 
 INIT_STD = 0.02  # GPT-2's; the projections that write into the residual stream get it divided by √(2·layers)
 
@@ -35,7 +37,8 @@ class Pass:
     """What every block of one forward pass shares."""
 
     method: PositionMethod
-    positions: Any  # what method.prepared made of them
+    queries_at: Any  # what method.prepared made of the positions
+    keys_at: Any
     bias: Bias | None
     decay: Decay | None
     mask: Mask
@@ -56,7 +59,7 @@ class Attention(nn.Module):
         q, k, v = (
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.qkv(x).split(self.sizes, -1)
         )
-        q, k = (shared.method.rotate(part, shared.positions) for part in (q, k))
+        q, k = shared.method.rotate(q, shared.queries_at), shared.method.rotate(k, shared.keys_at)
         read = attention(q, k, v, bias=shared.bias, decay=shared.decay, mask=shared.mask)
         return cast(Tensor, self.out(read.transpose(1, 2).flatten(-2)))
 
@@ -167,19 +170,25 @@ class Transformer(nn.Module):
         x = self.dropout(self.method.embed(x, positions))
         if torch.is_autocast_enabled(x.device.type):  # else every block would read and write the stream in 32 bits
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        shared = Pass(
-            method=self.method,
-            positions=self.method.prepared(positions, x.dtype),
-            bias=self.method.bias(max(length - 1, 0)),
-            decay=self.method.decay(),
-            mask=mask,
-        )
+        shared = self._shared(positions, mask, x.dtype)
         for block in self.blocks:
             if self.checkpoint_activations and self.training and torch.is_grad_enabled():
                 x = checkpoint(block, x, shared, use_reentrant=False)
             else:
                 x = block(x, shared)
         return cast(Tensor, self.norm(x))
+
+    def _shared(self, positions: Tensor, mask: Mask, dtype: torch.dtype) -> Pass:
+        method, length = self.method, positions.shape[-1]
+        queries_at = keys_at = method.prepared(positions, dtype)
+        decay = method.decay()
+        rotation = next((part for part in method.modules() if isinstance(part, Rotation)), None)
+        if decay is not None and rotation is not None and not unfoldable(decay, mask, length, length, 0, dtype):
+            # Short enough for xPos as the paper writes it: the decay's powers cost nothing in the tables of angles.
+            factors = decay.powers(length, length, 0, torch.promote_types(dtype, torch.float32))
+            queries_at, keys_at = (rotation.scaled(queries_at, factor.squeeze(0)) for factor in factors)
+            decay = None
+        return Pass(method, queries_at, keys_at, method.bias(max(length - 1, 0)), decay, mask)
 
     def forward(
         self,

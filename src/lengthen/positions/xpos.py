@@ -40,7 +40,7 @@ class XPos(Rotation):
         scale_base: float = 512.0,
         learned_gamma: bool = False,
         base: float = 10000.0,
-        pairs: str = "neighbours",
+        pairs: str = "halves",
     ) -> None:
         super().__init__(heads=heads, head_dim=head_dim, width=width, base=base, pairs=pairs)
         self.initial_gamma = number("xpos.gamma", gamma, above=0)

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +96,7 @@ class _Run:
         if self.resumed is not None:
             checkpoints.load(self.resumed, self.core, self.optimizer, here)
             self.step = self.resumed.step
-        self.pending: list[tuple[int, Tensor]] = []  # numbers still on the device
+        self.pending: list[tuple[int, _Numbers]] = []  # of steps that were launched and not yet read
         self.loss: float | None = None
         self.validation: tuple[int, float] | None = None  # the step, and the loss at the training length
         self.log: Log | None = None
@@ -143,7 +143,7 @@ class _Run:
         config = self.config
         steps, every = config.train.steps, config.log.every
         self.tell("started", self._start())
-        self.clock, self.last_read = time.perf_counter(), self.step
+        self.clock = time.perf_counter()
         self.model.train()
         if self.step == 0 and config.evaluation.every:
             self._evaluate()
@@ -154,8 +154,10 @@ class _Run:
             saves = done or (config.checkpoint.every > 0 and self.step % config.checkpoint.every == 0)
             evaluates = config.evaluation.every > 0 and (done or self.step % config.evaluation.every == 0)
             stopped = False
-            if saves or evaluates or self.step % every == 0 or self.here.device.type == "cpu":
-                stopped = self._read()
+            if saves or evaluates or self.here.device.type == "cpu":
+                stopped = self._read(self.step)
+            elif self.step % every == 0:  # what was launched a while ago: so the GPU never runs out of work
+                stopped = self._read(self.step - every)
             if evaluates:
                 self._evaluate()
             if saves or stopped:
@@ -189,21 +191,24 @@ class _Run:
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        wants_to_stop = torch.tensor(float(self.stop.asked), dtype=torch.float64)
-        sums = here.sum(torch.stack((total, wants_to_stop.to(here.device))))
-        self.pending.append((step, torch.stack((sums[0] / scored, norm.double(), sums[1]))))
+        # (Made on the device: moving a number there would wait for all that was launched before.)
+        wants_to_stop = torch.full_like(total, float(self.stop.asked))
+        sums = here.sum(torch.stack((total, wants_to_stop)))
+        self.pending.append((step, _Numbers(torch.stack((sums[0] / scored, norm.double(), sums[1])))))
 
-    def _read(self) -> bool:
-        """Read the numbers of the steps since the last time; return whether some process was asked to stop."""
-        numbers = torch.stack([values for _, values in self.pending]).tolist()
-        now = time.perf_counter()
-        seconds, config = now - self.clock, self.config
+    def _read(self, until: int) -> bool:
+        """Read the numbers of the steps up to one; return whether some process was asked to stop."""
+        ready = [(step, numbers.read()) for step, numbers in self.pending if step < until]
+        if not ready:
+            return False
+        self.pending = self.pending[len(ready) :]
+        now, config = time.perf_counter(), self.config
         tokens = config.train.batch * config.model.train_length
-        speed = len(self.pending) * tokens / seconds
+        speed = len(ready) * tokens / (now - self.clock)
         peak = self.here.peak_flops()
         needed = config.model.flops_per_token(config.model.train_length)
         stopped = False
-        for (step, _), (loss, norm, asked) in zip(self.pending, numbers, strict=True):
+        for step, (loss, norm, asked) in ready:
             record: Record = {
                 "kind": "step",
                 "step": step + 1,
@@ -220,7 +225,6 @@ class _Run:
             stopped = stopped or asked > 0
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 self._refuse_to_go_on(step + 1, loss, norm)
-        self.pending.clear()
         self.clock = now
         return stopped
 
@@ -312,6 +316,25 @@ class _Run:
             self.log.close()
         for watcher in self.watchers:
             watcher.close()
+
+
+class _Numbers:
+    """Numbers on their way from the device: asking for them waits for the step that made them, and for no later one."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._values = values
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def read(self) -> list[float]:
+        """Return the numbers."""
+        if self._event is not None:
+            self._event.synchronize()
+        return cast(list[float], self._values.tolist())
 
 
 def _resumed(folder: Path, resume: str) -> checkpoints.Checkpoint | None:

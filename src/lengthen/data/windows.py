@@ -1,0 +1,142 @@
+"""Windows of tokens for training: which tokens stand in which row of which batch, as a pure function of the step.
+
+Nothing is kept between batches, so resuming needs only the step, and the global batch is the same whatever the number
+of processes: rank r of w takes rows r·n … (r + 1)·n − 1 of it, n = batch / w.
+
+`order="pack"` goes through the split in epochs. Epoch e cuts the joined documents into windows of `length` tokens
+from an offset o(e) in [0, length), and shuffles them; window number step·batch + row counts on through the epochs.
+With N tokens an epoch has n = (N − r) // length windows, r = min(length, N − length) being the number of offsets, the
+same in every epoch; each of the tokens o + 1 … o + n·length is a target once. What is left out, at both ends, is
+under 2·length tokens.
+
+`order="sample"` draws each window's start evenly from [0, N − length), from (seed, step, row).
+
+Random numbers are SplitMix64 (https://doi.org/10.1145/2714064.2660195), written out here so that an order never
+depends on the version of another package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lengthen.attention.checks import whole_number
+from lengthen.data.corpus import Tokens
+from lengthen.positions.options import choice, flag
+
+IGNORED = -100  # what torch's cross entropy leaves out
+_GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of tokens, the tokens that follow them, and where each token's document starts in its row, if kept apart."""
+
+    ids: Tensor  # int64 [rows, length]
+    targets: Tensor  # int64 [rows, length]; −100 where the next token is another document's
+    document_starts: Tensor | None  # int64 [rows, length]; 0 for a document that began before the row
+
+
+class Windows:
+    """Batches of windows over one split; `batch(step)` is always the same for the same arguments."""
+
+    def __init__(
+        self, tokens: Tokens, *, length: int, batch: int, seed: int = 0, order: str = "pack", apart: bool = False
+    ) -> None:
+        self.tokens = tokens
+        self.length = whole_number("length", length, at_least=1)
+        self.rows = whole_number("batch", batch, at_least=1)
+        self.seed = whole_number("seed", seed)
+        self.order = choice("order", order, ("pack", "sample"))
+        self.apart = flag("apart", apart)
+        if len(tokens) < length + 1:
+            raise ValueError(
+                f"length: a window of {length} tokens and its last target need {length + 1} tokens, but split "
+                f"{tokens.name!r} of {tokens.directory} has {len(tokens)}"
+            )
+        self._offsets = min(length, len(tokens) - length)
+        self.per_epoch = (len(tokens) - self._offsets) // length
+        self._shuffled: dict[int, Ints] = {}
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The steps that it takes to use every window of the first epoch; the last may run on into the second."""
+        return -(-self.per_epoch // self.rows)
+
+    def epoch(self, step: int) -> int:
+        """Return the epoch, from 0, of the first window of this step."""
+        return whole_number("step", step, at_least=0) * self.rows // self.per_epoch
+
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
+        """Return this rank's rows of the batch of this step."""
+        whole_number("step", step, at_least=0)
+        whole_number("world", world, at_least=1)
+        if not 0 <= whole_number("rank", rank) < world:
+            raise ValueError(f"rank: expected 0 … {world - 1}, got {rank}")
+        if self.rows % world:
+            raise ValueError(f"world: expected a divisor of the batch of {self.rows} windows, got {world}")
+        share = self.rows // world
+        starts = [self.start(step, row) for row in range(rank * share, (rank + 1) * share)]
+        both = np.stack([self.tokens.read(start, start + self.length + 1) for start in starts])
+        ids, targets = both[:, :-1], both[:, 1:].copy()
+        begins = self._keep_apart(starts, targets) if self.apart else None
+        return Batch(
+            torch.from_numpy(np.ascontiguousarray(ids)),
+            torch.from_numpy(targets),
+            None if begins is None else torch.from_numpy(begins),
+        )
+
+    def start(self, step: int, row: int) -> int:
+        """Return the position of the first token of a row of a step's global batch."""
+        if self.order == "sample":
+            key = _mix(_mix(self.seed, 1), step)
+            return _mix(key, row) % (len(self.tokens) - self.length)
+        epoch, place = divmod(step * self.rows + row, self.per_epoch)
+        return self.offset(epoch) + int(self._order_of(epoch)[place]) * self.length
+
+    def offset(self, epoch: int) -> int:
+        """Return where an epoch's first window starts."""
+        return _mix(_mix(self.seed, 2), epoch) % self._offsets
+
+    def _order_of(self, epoch: int) -> Ints:
+        if epoch not in self._shuffled:
+            while len(self._shuffled) >= 2:  # a batch that crosses a border needs the two epochs on either side of it
+                del self._shuffled[next(iter(self._shuffled))]
+            self._shuffled[epoch] = _permutation(self.per_epoch, _mix(_mix(self.seed, 3), epoch))
+        return self._shuffled[epoch]
+
+    def _keep_apart(self, starts: list[int], targets: Ints) -> Ints:
+        """Hide targets across the borders of documents, in place; return where each token's document starts."""
+        documents = self.tokens.documents
+        begins = np.zeros((len(starts), self.length), dtype=np.int64)
+        for row, start in enumerate(starts):
+            low, high = np.searchsorted(documents, [start + 1, start + self.length + 1], side="left")
+            borders = documents[low:high] - start  # 1 … length: where another document begins
+            targets[row, borders - 1] = IGNORED
+            inside = borders[borders < self.length]
+            begins[row, inside] = inside
+        return np.maximum.accumulate(begins, axis=1)
+
+
+def _mix(key: int, number: int) -> int:
+    """Return 64 random bits for a number under a key: one step of SplitMix64."""
+    z = (key + (number + 1) * _GOLDEN) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def _permutation(count: int, key: int) -> Ints:
+    """Return 0 … count − 1 in the order of their random bits under a key; `_mix` for all of them at once."""
+    with np.errstate(over="ignore"):
+        z = np.uint64(key) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+    return np.argsort(z, kind="stable").astype(np.int64)

@@ -1,0 +1,242 @@
+"""Tokenizers: bytes, a BPE, somebody else's; and that cutting a long document changes no token."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lengthen.data import Corpus
+from lengthen.data import readers as readers_module
+from lengthen.data.readers import _cut
+from lengthen.data.tokenizer import ByteTokenizer
+from lengthen.data.worker import train
+
+SPECIAL = ["<|end|>", "<|mask|>"]
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory, stories: list[str]) -> Path:
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    train(iter(stories), 400, SPECIAL, str(path))
+    return path
+
+
+def test_bytes() -> None:
+    tokenizer = ByteTokenizer()
+    text = "naïve 海 <|end|>\n"
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode([104, 105, 256, 257]) == "hi<|end|><|mask|>"
+    assert (tokenizer.vocab_size, tokenizer.end_id, tokenizer.mask_id, tokenizer.name) == (258, 256, 257, "bytes")
+
+
+def test_a_trained_bpe(make: Callable[..., Corpus], folder: Path, stories: list[str], texts: Any) -> None:
+    corpus = make(folder, tokenizer="bpe", vocab_size=380)
+    tokenizer = corpus.tokenizer()
+    assert (corpus.vocab_size, corpus.end_id, corpus.mask_id, tokenizer.name) == (380, 0, 1, "bpe")
+    assert texts(corpus) == stories
+    for text in (stories[3], "<|end|> in a text is text", "\x00 any byte \U0001f600"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert not {0, 1} & set(tokenizer.encode(text))
+    assert len(corpus["train"]) < 0.7 * sum(len(text.encode()) for text in stories)
+
+
+def test_training_gives_the_same_bytes(tmp_path: Path, bpe: Path, stories: list[str]) -> None:
+    for number in range(3):
+        train(iter(stories), 400, SPECIAL, str(tmp_path / f"{number}.json"))
+        assert (tmp_path / f"{number}.json").read_bytes() == bpe.read_bytes()
+
+
+def test_a_sample_and_no_validation_text_train_the_bpe(make: Callable[..., Corpus], folder: Path) -> None:
+    whole = make(folder, tokenizer="bpe", vocab_size=600)
+    sampled = make(folder, tokenizer="bpe", vocab_size=600, sample_bytes=20_000)
+    again = make(folder, tokenizer="bpe", vocab_size=600, sample_bytes=20_000)
+    assert sampled.fingerprint == again.fingerprint != whole.fingerprint
+    # Held out, a file has no part in the tokenizer: it is the one trained without the file.
+    held_out = make(folder, tokenizer="bpe", vocab_size=600, validation=[folder / "29.txt"])
+    rest = make([folder / f"{i:02d}.txt" for i in range(29)], tokenizer="bpe", vocab_size=600)
+    assert held_out.index["tokenizer"]["sha256"] == rest.index["tokenizer"]["sha256"]
+    assert held_out.index["tokenizer"]["sha256"] != whole.index["tokenizer"]["sha256"]
+
+
+WHITE = [
+    "\n",
+    "\n",
+    "\n\n",
+    " \n",
+    " ",
+    "  ",
+    "\t",
+    "\r\n",
+    "\x0b",
+    "\x1c",
+    "\x85",
+    "\xa0",
+    "\u2003",
+    "\u2028",
+    "\u3000",
+]
+PIECES = st.sampled_from([*WHITE, "a", "word", "'s", "don't", "12", "é", "海", "!", "<|end|>", "\u200b", "\x00"])
+
+
+@settings(max_examples=600)
+@given(st.lists(PIECES, max_size=60).map("".join), st.integers(1, 30))
+def test_cutting_changes_no_token_and_no_word(bpe: Path, text: str, block: int) -> None:
+    inner = tokenizers.Tokenizer.from_file(str(bpe))
+    inner.encode_special_tokens = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers_module, "BLOCK", block)
+        cut = [piece.decode() for piece, _ in _cut([(text.encode(), True)])]
+    assert "".join(cut) == text
+    words = [word for piece in cut for word, _ in inner.pre_tokenizer.pre_tokenize_str(piece)]
+    assert words == [word for word, _ in inner.pre_tokenizer.pre_tokenize_str(text)]
+    assert [i for piece in cut for i in inner.encode(piece).ids] == inner.encode(text).ids
+    assert sum(len(piece.split()) for piece in cut) == len(text.split())
+
+
+def test_cuts_do_happen_and_do_not_depend_on_how_text_arrives(monkeypatch: Any, stories: list[str]) -> None:
+    monkeypatch.setattr(readers_module, "BLOCK", 100)
+    text = stories[9].encode()
+    cut = list(_cut([(text, True)]))
+    assert len(cut) > len(text) / 300
+    assert [ends for _, ends in cut] == [False] * (len(cut) - 1) + [True]
+    for size in (1, 7, 1000):
+        arriving = [(text[i : i + size], False) for i in range(0, len(text), size)]
+        assert list(_cut([*arriving, (b"", True)])) == cut
+
+
+def other(path: Path, special: list[str], **changes: Any) -> Path:
+    """Somebody else's tokenizer.json: whole words, a template that adds tokens, cut off after 5."""
+    vocab = {word: number for number, word in enumerate(["[UNK]", "the", "ship", "sea", *special])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.add_special_tokens([*special, "[BOS]"])
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[BOS] $A", special_tokens=[("[BOS]", inner.token_to_id("[BOS]"))]
+    )
+    inner.enable_truncation(5)
+    inner.enable_padding(length=9)
+    said = json.loads(inner.to_str())
+    said["model"].update(changes)
+    path.write_text(json.dumps(said))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("special", "options", "end", "mask"),
+    [
+        (["<|endoftext|>"], {}, "<|endoftext|>", None),
+        (["</s>", "<mask>"], {}, "</s>", "<mask>"),
+        (["STOP", "HIDE"], {"end_token": "STOP", "mask_token": "HIDE"}, "STOP", "HIDE"),
+        (["STOP"], {}, None, None),
+    ],
+)
+def test_an_existing_tokenizer(
+    tmp_path: Path, make: Callable[..., Corpus], special: list[str], options: Any, end: str | None, mask: str | None
+) -> None:
+    path = other(tmp_path / "tokenizer.json", special)
+    (tmp_path / "text.txt").write_text("the ship the sea the ship the sea </s> the")
+    corpus = make(tmp_path / "text.txt", tokenizer=path, **options)
+    ids = {name: tokenizers.Tokenizer.from_file(str(path)).token_to_id(name) for name in (end, mask) if name}
+    assert (corpus.end_id, corpus.mask_id) == (ids.get(end), ids.get(mask))  # type: ignore[arg-type]
+    assert corpus.vocab_size == 5 + len(special)
+    read = corpus["train"].read(0, len(corpus["train"])).tolist()
+    assert read[:8] == [1, 2, 1, 3, 1, 2, 1, 3]  # nothing added, nothing cut off, nothing padded
+    assert read[-1] == (1 if end is None else ids[end])
+    assert read.count(ids.get("</s>", -1)) <= 1  # the one in the text is text
+    assert corpus.tokenizer().encode("the sea") == [1, 3]
+    assert corpus.tokenizer().name == "json"
+    stored = corpus.directory / corpus.index["tokenizer"]["file"]
+    assert stored.read_bytes() == path.read_bytes()
+
+
+def test_a_folder_with_a_tokenizer(tmp_path: Path, make: Callable[..., Corpus], folder: Path, bpe: Path) -> None:
+    assert make(folder, tokenizer=bpe.parent).fingerprint == make(folder, tokenizer=str(bpe)).fingerprint
+
+
+def test_documents_stay_whole_for_a_tokenizer_that_joins_across_newlines(
+    tmp_path: Path, make: Callable[..., Corpus], monkeypatch: Any, stories: list[str]
+) -> None:
+    """As newer patterns do: here everything is one word, newlines and all."""
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=500, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    inner.train_from_iterator(["a\nb a\nb"] * 9, trainer)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    text = "a\nb a\nb" * 200
+    (tmp_path / "text.txt").write_text(text)
+    monkeypatch.setattr(readers_module, "BLOCK", 10)
+    corpus = make(tmp_path / "text.txt", tokenizer=tmp_path / "tokenizer.json")
+    assert corpus["train"].read(0, len(corpus["train"])).tolist() == inner.encode(text).ids
+    cut = [i for piece, _ in _cut([(text.encode(), True)]) for i in inner.encode(piece.decode()).ids]
+    assert cut != inner.encode(text).ids  # so it had to be whole
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"tokenizer": "byte"}, FileNotFoundError, "got 'byte'; did you mean 'bytes'"),
+        ({"tokenizer": 3}, TypeError, "tokenizer: expected 'bytes', 'bpe' or a path"),
+        ({"vocab_size": 300}, ValueError, "vocab_size: only tokenizer='bpe' has one to choose, got 300 for 'bytes'"),
+        ({"tokenizer": "bpe", "vocab_size": 100}, ValueError, "vocab_size: expected at least 258, got 100"),
+        ({"tokenizer": "bpe", "end_token": "x"}, ValueError, "end_token: only a tokenizer.json has one"),
+        (
+            {"tokenizer": "bpe", "vocab_size": 65537, "dtype": "uint16"},
+            ValueError,
+            "dtype: uint16 tells 65536 ids apart",
+        ),
+        ({"dtype": "uint8"}, ValueError, "dtype: expected 'uint16' or 'uint32', got 'uint8'; did you mean 'uint"),
+    ],
+)
+def test_wrong_options(make: Callable[..., Corpus], folder: Path, options: Any, kind: Any, said: str) -> None:
+    with pytest.raises(kind, match=said):
+        make(folder, **options)
+
+
+def test_wrong_tokenizer_files(tmp_path: Path, make: Callable[..., Corpus], folder: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"expected a tokenizer.json, got"):
+        make(folder, tokenizer=path)
+    other(path, ["<eos>"])
+    with pytest.raises(
+        ValueError, match=rf"end_token: {re.escape(str(path))} has no token '<eo>'; did you mean '<eos>'"
+    ):
+        make(folder, tokenizer=path, end_token="<eo>")
+    path.write_text(
+        json.dumps(
+            {**json.loads(path.read_text()), "model": {"type": "BPE", "vocab": {}, "merges": [], "dropout": 0.1}}
+        )
+    )
+    with pytest.raises(ValueError, match=r"expected no dropout, .* got 0.1"):
+        make(folder, tokenizer=path)
+
+
+def test_a_tokenizer_without_ids_for_a_text(tmp_path: Path, make: Callable[..., Corpus], folder: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0}, unk_token="?")).save(str(path))
+    with pytest.raises(ValueError, match=r"tokenizer: .*WordLevel error: Missing \[UNK\] token"):
+        make(folder, tokenizer=path)
+
+
+def test_a_vocabulary_that_does_not_fit(tmp_path: Path, make: Callable[..., Corpus], folder: Path) -> None:
+    vocab = {f"w{number}": number for number in range(65_537)}
+    path = tmp_path / "large.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="w0")).save(str(path))
+    with pytest.raises(
+        ValueError, match=rf"uint16 .* the vocabulary of {re.escape(str(path))} has 65537; expected 'uint32'"
+    ):
+        make(folder, tokenizer=path, dtype="uint16")
+    corpus = make(folder / "03.txt", tokenizer=path)
+    assert corpus.index["dtype"] == "uint32"
+    assert corpus.vocab_size == 65_537
