@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from lengthen.attention.checks import describe, whole_number
 from lengthen.positions import build
 from lengthen.positions.method import PositionMethod
@@ -70,8 +72,10 @@ class ModelConfig:
             )
         if not isinstance(self.position_options, dict):
             raise TypeError(f"model.position_options: expected a table, got {describe(self.position_options)}")
+        if not isinstance(self.positions, str):
+            raise TypeError(f"model.positions: expected the name of a position method, got {describe(self.positions)}")
         try:
-            self.position_method()
+            self._blueprint()
         except (TypeError, ValueError) as problem:
             raise type(problem)(f"model.positions = {self.positions!r}: {problem}") from None
 
@@ -96,14 +100,19 @@ class ModelConfig:
     def position_method(self) -> PositionMethod:
         """Return the position method, new."""
         options = dict(self.position_options)
-        if "learned" in self.positions.split("+"):
+        if "learned" in (part.strip() for part in self.positions.split("+")):
             options.setdefault("max_length", self.train_length)
         return build(self.positions, heads=self.heads, head_dim=self.head_width, width=self.width, **options)
+
+    def _blueprint(self) -> PositionMethod:
+        """Return the position method without memory: to ask it something, with no random number drawn."""
+        with torch.device("meta"):
+            return self.position_method()
 
     @property
     def parameters(self) -> int:
         """How many numbers the model learns, those of its position method among them."""
-        learned = sum(parameter.numel() for parameter in self.position_method().parameters())
+        learned = sum(parameter.numel() for parameter in self._blueprint().parameters())
         norms = (2 * self.layers + 1) * self.width * (2 if self.norm == "layer" and self.biases else 1)
         outputs = 0 if self.tied else self.vocab_size * self.width
         return self.vocab_size * self.width + outputs + self.layers * (self._matrices + self._biases) + norms + learned

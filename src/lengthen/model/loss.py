@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100  # a target that is not scored, as in torch
-CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 1 << 31}  # of one chunk's logits: the CPU's fit its cache better when few
+CHUNK_BYTES = 1 << 25  # of one chunk's logits on a CPU: few fit its cache better
+CHUNK_SHARE = 16  # on a GPU a chunk may take this part of its memory: few large products are the fastest
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,8 +50,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if learns_hidden else None
         d_weight = torch.zeros_like(weight, dtype=wide) if learns_weight else None
-        budget = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cpu"])
-        chunks = -(-hidden.shape[0] * weight.shape[0] * hidden.element_size() // budget)
+        chunks = -(-hidden.shape[0] * weight.shape[0] * hidden.element_size() // _chunk_bytes(hidden.device))
         rows = -(-hidden.shape[0] // max(1, chunks))  # chunks of one size: a short last one would waste a GPU's time
         score = _scorer(hidden.device.type, hidden.dtype) if learns_hidden or learns_weight else _score_only
         for start in range(0, hidden.shape[0], max(1, rows)):
@@ -76,6 +76,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if d_weight is None else (d_weight * d_total).to(weight_dtype),
             None,
         )
+
+
+def _chunk_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return CHUNK_BYTES
+    return int(torch.cuda.get_device_properties(device).total_memory) // CHUNK_SHARE
 
 
 def _score_only(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from lengthen.attention import Bidirectional, Causal, Mask, attention
 from lengthen.attention.biases import Bias, Decay
 from lengthen.attention.checks import describe
 from lengthen.attention.native import unfoldable
+from lengthen.model import turned
 from lengthen.model.config import ModelConfig
 from lengthen.model.loss import linear_cross_entropy
 from lengthen.positions.method import PositionMethod
@@ -42,6 +43,7 @@ class Pass:
     bias: Bias | None
     decay: Decay | None
     mask: Mask
+    angles: Tensor | None  # where `turned.split` does what method.rotate would do
 
 
 class Attention(nn.Module):
@@ -49,17 +51,19 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_width
-        self.sizes = [config.heads * self.head_dim, *[config.key_value_heads * self.head_dim] * 2]
-        self.qkv = nn.Linear(config.width, sum(self.sizes), bias=config.biases)
-        self.out = nn.Linear(self.sizes[0], config.width, bias=config.biases)
+        self.heads, self.key_heads, self.head_dim = config.heads, config.key_value_heads, config.head_width
+        together = (self.heads + 2 * self.key_heads) * self.head_dim
+        self.qkv = nn.Linear(config.width, together, bias=config.biases)
+        self.out = nn.Linear(self.heads * self.head_dim, config.width, bias=config.biases)
 
     def forward(self, x: Tensor, shared: Pass) -> Tensor:
         """Return what each token of x `[batch, length, width]` reads from those it sees."""
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.qkv(x).split(self.sizes, -1)
-        )
-        q, k = shared.method.rotate(q, shared.queries_at), shared.method.rotate(k, shared.keys_at)
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        if shared.angles is not None:
+            q, k, v = turned.split(qkv, self.heads, self.key_heads, shared.angles)
+        else:
+            q, k, v = (part.transpose(1, 2) for part in qkv.split([self.heads, *[self.key_heads] * 2], dim=2))
+            q, k = shared.method.rotate(q, shared.queries_at), shared.method.rotate(k, shared.keys_at)
         read = attention(q, k, v, bias=shared.bias, decay=shared.decay, mask=shared.mask)
         return cast(Tensor, self.out(read.transpose(1, 2).flatten(-2)))
 
@@ -130,7 +134,8 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = norm(config)
         self.output = None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
-        self.method = config.position_method()  # last, so that models which differ in it alone start alike
+        with torch.random.fork_rng(devices=[]):  # models that differ in the method alone start alike, whatever it draws
+            self.method = config.position_method()
         self.checkpoint_activations = False
         self.reset_parameters()
 
@@ -188,7 +193,9 @@ class Transformer(nn.Module):
             factors = decay.powers(length, length, 0, torch.promote_types(dtype, torch.float32))
             queries_at, keys_at = (rotation.scaled(queries_at, factor.squeeze(0)) for factor in factors)
             decay = None
-        return Pass(method, queries_at, keys_at, method.bias(max(length - 1, 0)), decay, mask)
+        in_halves = rotation is not None and rotation.pairs == "halves"
+        angles = turned.tables(queries_at, keys_at) if in_halves else None
+        return Pass(method, queries_at, keys_at, method.bias(max(length - 1, 0)), decay, mask, angles)
 
     def forward(
         self,
