@@ -181,7 +181,16 @@ class Transformer(nn.Module):
                 x = checkpoint(block, x, shared, use_reentrant=False)
             else:
                 x = block(x, shared)
-        return cast(Tensor, self.norm(x))
+        return self._finish(x)
+
+    def _finish(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.norm(x).to(x.dtype))
+
+    def compile_parts(self) -> None:
+        """Have torch.compile make kernels for the blocks, one graph for all of them, and for what follows them."""
+        for block in self.blocks:
+            block.compile(dynamic=False)
+        self._finish = torch.compile(self._finish, dynamic=False)  # type: ignore[method-assign]
 
     def _shared(self, positions: Tensor, mask: Mask, dtype: torch.dtype) -> Pass:
         method, length = self.method, positions.shape[-1]

@@ -18,11 +18,12 @@ from lengthen.positions.rotation import Angles
 def tables(queries_at: Any, keys_at: Any) -> Tensor | None:
     """Return cos and sin of the queries and of the keys, `[4, length, head_dim / 2]`, if `split` is for these angles.
 
-    It is on a GPU, for angles that are the same for every sequence.
+    It is on a GPU, for angles that are the same for every sequence and not learned.
     """
     if not (isinstance(queries_at, Angles) and isinstance(keys_at, Angles)):
         return None
-    if not (queries_at.cos.is_cuda and queries_at.cos.dim() == 2 and queries_at.cos.dtype == torch.float32):
+    cos = queries_at.cos
+    if not (cos.is_cuda and cos.dim() == 2 and cos.dtype == torch.float32) or cos.requires_grad:
         return None
     return torch.stack((*queries_at, *keys_at))
 

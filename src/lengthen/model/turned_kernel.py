@@ -7,6 +7,8 @@ and with −sin on the way back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -58,7 +60,6 @@ def _turned(  # type: ignore[no-untyped-def]
 
 def split(qkv: Tensor, heads: int, key_heads: int, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As the op `lengthen::split_turned`."""
-    batch, length, _, width = qkv.shape
     parts = torch.split(qkv, [heads, key_heads, key_heads], dim=2)
     made = [torch.empty(part.shape, dtype=qkv.dtype, device=qkv.device) for part in parts]
     _launch(parts, made, angles, 1.0)
@@ -74,10 +75,8 @@ def join(d_q: Tensor, d_k: Tensor, d_v: Tensor, angles: Tensor) -> Tensor:
     return out
 
 
-def _launch(
-    sources: tuple[Tensor, ...], targets: tuple[Tensor, ...] | list[Tensor], angles: Tensor, sign: float
-) -> None:
-    sources = tuple(part if part.stride(3) == 1 else part.contiguous() for part in sources)
+def _launch(sources: Sequence[Tensor], targets: Sequence[Tensor], angles: Tensor, sign: float) -> None:
+    sources = [part if part.stride(3) == 1 else part.contiguous() for part in sources]
     batch, length, heads, width = sources[0].shape
     key_heads, rows, half = sources[1].shape[2], batch * length, width // 2
     strides = [part.stride(dim) for part in (*sources, *targets) for dim in (0, 1, 2)]

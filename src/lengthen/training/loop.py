@@ -88,8 +88,7 @@ class _Run:
         self.core = Transformer(config.model).to(here.device)
         self.core.checkpoint_activations = config.train.checkpoint_activations
         if config.train.compile or (config.train.compile is None and on_gpu):
-            for block in self.core.blocks:
-                block.compile(dynamic=False)
+            self.core.compile_parts()
         self.model = spread(self.core, here, config.distributed.mode, self.precision)
         self.optimizer = adamw(self.core, config.optimizer)
         self.step = 0
