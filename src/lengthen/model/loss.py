@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 IGNORED = -100  # a target that is not scored, as in torch
 CHUNK_BYTES = 1 << 25  # of one chunk's logits on a CPU: few fit its cache better
@@ -33,6 +32,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tup
     Returns:
         The sum, a float32 scalar (float64 for float64 inputs), and the losses `[tokens]`.
     """
+    if not torch.is_grad_enabled():  # inside the function below this cannot be seen, and gradients would be computed
+        hidden, weight = hidden.detach(), weight.detach()
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     with torch.autocast(kind, enabled=False):
@@ -67,8 +68,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.sum(), losses
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_total: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        if (
+            torch.is_grad_enabled()
+        ):  # create_graph=True: what was computed in the forward pass would pass for a constant
+            raise RuntimeError("linear_cross_entropy: expected a first derivative, got create_graph=True")
         d_hidden, d_weight = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
         return (

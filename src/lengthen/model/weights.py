@@ -34,7 +34,7 @@ def write(state: Mapping[str, Tensor], config: ModelConfig, path: str | os.PathL
     tensors = {name: tensor.detach().contiguous() for name, tensor in state.items()}
     try:
         try:
-            save_file(tensors, partial, metadata={"format": "pt", KEY: json.dumps(asdict(config))})
+            save_file(tensors, partial, metadata={KEY: json.dumps(asdict(config))})
         except SafetensorError as problem:  # what the library makes of a full disk
             raise OSError(f"{target}: could not be written: {problem}") from problem
         with partial.open("rb") as written:

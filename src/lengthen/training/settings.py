@@ -9,6 +9,7 @@ annotations what a key is called and what it may hold. An unknown key is refused
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import tomllib
@@ -48,7 +49,7 @@ def keys(kind: type, prefix: str = "") -> dict[str, Any]:
 def apply(table: Mapping[str, Any], words: Iterable[tuple[str, str]], kind: type) -> Table:
     """Return the table with dotted words of the command line put in, each read as its key's type says."""
     known = keys(kind)
-    result: Table = json.loads(json.dumps(table))  # a deep copy of what TOML can hold
+    result: Table = copy.deepcopy(dict(table))
     for key, text in words:
         hint = known.get(key)
         if hint is None:
@@ -169,7 +170,7 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON allows and TOML does not
     return repr(value)
 
 

@@ -1,0 +1,65 @@
+"""A run that is killed at any moment and started again takes the very steps that it would have taken."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from killing import STEPS, config
+
+from lengthen.data import Corpus
+from lengthen.training import World, log, train
+from lengthen.training import checkpoint as checkpoints
+from lengthen.training.log import Record
+
+KILLS = 24
+
+
+def told(path: Path) -> list[Record]:
+    """Return what a log says, without what depends on the time of day."""
+    return [
+        {key: value for key, value in record.items() if key != "tokens_per_second"}
+        for record in log.read(path / "metrics.jsonl")
+    ]
+
+
+@pytest.mark.slow
+def test_killed_over_twenty_times_it_takes_the_same_steps_bit_for_bit(
+    corpus: Corpus, alone: World, tmp_path: Path
+) -> None:
+    import dataclasses
+
+    whole = config()
+    train(
+        dataclasses.replace(whole, checkpoint=dataclasses.replace(whole.checkpoint, keep=10_000)),
+        corpus,
+        tmp_path / "whole",
+        alone,
+    )
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("killing.py")), str(corpus.directory), str(tmp_path / "killed")]
+        + [str(KILLS), "7"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    rounds = [json.loads(line) for line in done.stdout.splitlines()]
+    assert sum(one["killed"] for one in rounds) >= 20
+    assert len({tuple(one["there"]) for one in rounds}) >= 10  # kills at many stages of the run
+    expected = told(tmp_path / "whole")
+    assert [record["step"] for record in expected if record["kind"] == "step"] == [*range(1, STEPS + 1)]
+    assert told(tmp_path / "killed") == expected
+    left = checkpoints.listed(tmp_path / "killed" / "checkpoints")
+    assert len(left) in (2, 3)
+    for one in left:  # the same bytes as without a kill
+        for file in ("model.safetensors", "state.json"):
+            twin = tmp_path / "whole" / "checkpoints" / one.path.name / file
+            assert (one.path / file).read_bytes() == twin.read_bytes()
+    assert not [*(tmp_path / "killed" / "checkpoints").glob(".*")]
