@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -31,8 +32,6 @@ def told(path: Path) -> list[Record]:
 def test_killed_over_twenty_times_it_takes_the_same_steps_bit_for_bit(
     corpus: Corpus, alone: World, tmp_path: Path
 ) -> None:
-    import dataclasses
-
     whole = config()
     train(
         dataclasses.replace(whole, checkpoint=dataclasses.replace(whole.checkpoint, keep=10_000)),
@@ -40,9 +39,9 @@ def test_killed_over_twenty_times_it_takes_the_same_steps_bit_for_bit(
         tmp_path / "whole",
         alone,
     )
+    script = str(Path(__file__).with_name("killing.py"))
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("killing.py")), str(corpus.directory), str(tmp_path / "killed")]
-        + [str(KILLS), "7"],
+        [sys.executable, script, str(corpus.directory), str(tmp_path / "killed"), str(KILLS), "7"],
         capture_output=True,
         text=True,
         check=False,

@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -95,7 +96,7 @@ def save(
     """Write a checkpoint with all processes; if it fails, nothing of it is left and earlier ones are as they were."""
     name = f"{PREFIX}{state['step']:08d}"
     partial, final = folder / f"{PARTIAL}{name}", folder / name
-    problem: Exception | None = None
+    problem: BaseException | None = None
     try:
         if here.first:
             folder.mkdir(parents=True, exist_ok=True)
@@ -112,14 +113,18 @@ def save(
                 _remove(final)
             partial.rename(final)
             _force_folder(folder)
-    except Exception as found:  # DCP has exceptions of its own kind for what fails on the disk
+    except (Exception, CheckpointException) as found:  # (DCP's own is no Exception)
         problem = found
     try:
         here.agree(problem)
-    except Exception as found:
+    except (Exception, CheckpointException) as found:
         if here.first:
             shutil.rmtree(partial, ignore_errors=True)
-        raise OSError(f"{final}: could not be written: {_cause(found)}") from found
+        free = shutil.disk_usage(folder).free / 1e6
+        raise OSError(
+            f"{final}: could not be written, with {free:,.1f} MB free on its disk now: {_cause(found)}; earlier "
+            "checkpoints are whole, and the same command goes on from the last of them"
+        ) from found
     return Checkpoint(final, dict(state))
 
 
@@ -228,8 +233,11 @@ def _force_folder(folder: Path) -> None:
 
 
 def _cause(problem: BaseException) -> str:
-    """Return the innermost reason: a full disk comes wrapped in the exceptions of those who met it."""
-    failures = getattr(problem, "failures", None)
-    if failures:
-        problem = next(iter(failures.values()))[0]
-    return str(problem) or type(problem).__name__
+    """Return the innermost reason in a line: what fails on the disk comes wrapped by those who met it."""
+    seen: BaseException | None = problem
+    while seen is not None:
+        failures = getattr(seen, "failures", None)  # of CheckpointException: by rank, each with its traceback
+        if failures:
+            seen = next(iter(failures.values()))[0]
+        problem, seen = seen, seen.__cause__ or seen.__context__
+    return (str(problem) or type(problem).__name__).strip().splitlines()[0]

@@ -1,0 +1,49 @@
+"""What test_distributed.py has two processes do, under torchrun: several runs, one after the other.
+
+torchrun --nproc-per-node 2 together.py DATA OUT
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import make_config
+
+from lengthen.data import Corpus
+from lengthen.training import train, world
+
+HALF, WHOLE = 6, 12
+MODES = ("replicate", "shard", "hybrid")
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "t5": {"model__positions": "t5", "train__micro_batch": 1},  # several passes a step, and a learned bias
+    "apart": {"data__apart": True, "model__positions": "rotary"},  # targets that are not scored, unevenly
+    "encoder": {"model__kind": "encoder"},
+}
+
+
+def config(kind: str, mode: str, steps: int) -> Any:
+    made = make_config(**KINDS[kind], distributed__mode=mode)
+    return dataclasses.replace(made, train=dataclasses.replace(made.train, steps=steps))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    corpus, out = Corpus.open(sys.argv[1]), Path(sys.argv[2])
+    with world("cpu") as here:
+        for kind in KINDS:
+            train(config(kind, "replicate", WHOLE), corpus, out / f"{kind}-replicate", here)
+        for mode in MODES[1:]:
+            train(config("t5", mode, WHOLE), corpus, out / f"t5-{mode}", here)
+        for mode in MODES:  # half of a run, for one process to finish; and the end of one that one process began
+            train(config("plain", mode, HALF), corpus, out / f"begun-{mode}", here)
+            start = out / "begun-alone" / "checkpoints" / f"step-{HALF:08d}"
+            train(config("plain", mode, WHOLE), corpus, out / f"ended-{mode}", here, resume=str(start))
+
+
+if __name__ == "__main__":
+    main()
