@@ -112,29 +112,28 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("this needs a CUDA device, and torch sees none")
     extra = [(key, value) for key, _, value in (word.partition("=") for word in arguments.set)]
-    rows = []
+    today = datetime.date.today().isoformat()
+    path = arguments.out or Path(__file__).parent / "results" / f"training_gpu-{today}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus.open(arguments.data) if arguments.data else prepare(None, folder)
         for model in arguments.models.split(","):
-            chosen = arguments.methods.split(",")
-            for number, method in enumerate([*chosen, *(["sinusoidal"] if "sinusoidal" in chosen[:1] else [])]):
-                slow = method in SLOW
-                steps, stretch = (arguments.slow_steps, 4) if slow else (arguments.steps, 10)
-                row: dict[str, Any] = measure(model, method, corpus, steps, stretch, extra)
-                row["again"] = number == len(chosen)
-                rows.append(row)
-                print(told(row, rows), flush=True)
-    result = {
-        "benchmark": "training_gpu",
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "rows": rows,
-    }
-    path = arguments.out or Path(__file__).parent / "results" / f"training_gpu-{result['date']}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            for method, again in order(arguments.methods.split(",")):
+                steps, stretch = (arguments.slow_steps, 4) if method in SLOW else (arguments.steps, 10)
+                rows.append({**measure(model, method, corpus, steps, stretch, extra), "again": again})
+                print(told(rows[-1], rows), flush=True)
+                result = {"benchmark": "training_gpu", "date": today, "device": torch.cuda.get_device_name()}
+                result |= {"torch": torch.__version__, "rows": rows}
+                path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"written to {path}")
+
+
+def order(methods: list[str]) -> list[tuple[str, bool]]:
+    """Return the methods with the yardstick once more after those that are compared with it closely; the slow last."""
+    fast = [(method, False) for method in methods if method not in SLOW]
+    yardstick = [("sinusoidal", True)] if "sinusoidal" in methods else []
+    return [*fast, *yardstick, *((method, False) for method in methods if method in SLOW)]
 
 
 def told(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
