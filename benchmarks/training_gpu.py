@@ -123,7 +123,11 @@ def main() -> None:
                 steps, stretch = (arguments.slow_steps, 4) if method in SLOW else (arguments.steps, 10)
                 rows.append({**measure(model, method, corpus, steps, stretch, extra), "again": again})
                 print(told(rows[-1], rows), flush=True)
-                result = {"benchmark": "training_gpu", "date": today, "device": torch.cuda.get_device_name()}
+                result: dict[str, Any] = {
+                    "benchmark": "training_gpu",
+                    "date": today,
+                    "device": torch.cuda.get_device_name(),
+                }
                 result |= {"torch": torch.__version__, "rows": rows}
                 path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"written to {path}")

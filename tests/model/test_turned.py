@@ -91,9 +91,8 @@ from lengthen.model import turned, turned_kernel
 for batch, length, heads, key_heads, width in {SHAPES}:
     tables = torch.randn(4, length, width // 2)
     qkv = torch.randn(batch, length, heads + 2 * key_heads, width)
-    for ours, theirs in zip(
-        turned_kernel.split(qkv, heads, key_heads, tables), turned.split_turned(qkv, heads, key_heads, tables), strict=True
-    ):
+    got = turned_kernel.split(qkv, heads, key_heads, tables)
+    for ours, theirs in zip(got, turned.split_turned(qkv, heads, key_heads, tables), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     parts = [torch.randn(batch, n, length, width).transpose(1, 2) for n in (heads, key_heads, key_heads)]
     torch.testing.assert_close(

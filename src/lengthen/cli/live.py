@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from pathlib import Path
 
@@ -41,7 +42,7 @@ class Live(Watcher):
 
     def started(self, start: Start) -> None:
         """Begin to draw."""
-        self.console.print(introduction(start))
+        self.said(introduction(start))
         self.clock = Clock()
         self.train_length = start.config.model.train_length
         self.task = self.progress.add_task(
@@ -79,14 +80,14 @@ class Live(Watcher):
 
     def said(self, text: str) -> None:
         """Print it above the picture."""
-        self.console.print(text)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)  # a path stays in one piece
 
     def ended(self, outcome: Outcome) -> None:
         """Leave the last picture standing, and say where the result is."""
         picture = self._picture()
         self.close()
         self.console.print(picture)
-        self.console.print(conclusion(outcome))
+        self.said(conclusion(outcome))
 
     def close(self) -> None:
         """Stop drawing."""
@@ -119,16 +120,21 @@ class Live(Watcher):
     def _validation(self) -> Table:
         table = Table(title="validation perplexity", title_justify="left", box=None, padding=(0, 2))
         table.add_column("length")
-        for step, _ in next(iter(self.evaluations.values())):
+        steps = [step for step, _ in next(iter(self.evaluations.values()))]
+        for step in steps:
             table.add_column(f"step {step:,}", justify="right")
         for length, kept in self.evaluations.items():
             times = f"{length:,}" if length == self.train_length else f"{length:,} ({length / self.train_length:g}×)"
-            table.add_row(times, *(f"{perplexity:.3f}" for _, perplexity in kept))
+            known = dict(kept)  # while an evaluation is on, the longer lengths do not have its step yet
+            table.add_row(times, *(f"{known[step]:.3f}" if step in known else "" for step in steps))
         return table
 
 
 def course(values: list[float], columns: int) -> str:
-    """Return numbers as a row of bars, the lowest a thin one; each column is the mean of its share of them."""
+    """Return numbers as a row of bars, the lowest a thin one; each column is the mean of its share of them.
+
+    A column that is not finite is left blank: the run is about to say so, and stop.
+    """
     if not values:
         return ""
     columns = min(columns, len(values))
@@ -136,5 +142,7 @@ def course(values: list[float], columns: int) -> str:
     for column in range(columns):
         part = values[column * len(values) // columns : (column + 1) * len(values) // columns]
         means.append(sum(part) / len(part))
-    low, high = min(means), max(means)
-    return "".join(BARS[int((mean - low) / ((high - low) or 1) * (len(BARS) - 1))] for mean in means)
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    shares = [(mean - low) / ((high - low) or 1) for mean in means]
+    return "".join(BARS[int(share * (len(BARS) - 1))] if math.isfinite(share) else " " for share in shares)

@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if keys and not arguments.takes_keys:
         parser.error(f"{arguments.verb} takes no keys, got --{keys[0][0]}")
     try:
-        return int(arguments.run(arguments))
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()  # here, so that a reader who has gone is noticed here
+        return status
     except KeyboardInterrupt:
         print("\nlengthen: stopped", file=sys.stderr)
         return 130

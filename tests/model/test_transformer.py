@@ -1,0 +1,281 @@
+"""What a model sees and what it does not: each position method, mask and packing, in float64; and how it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lengthen import Bidirectional, Blockwise, Causal, Window, positions
+from lengthen.attention.masks import Mask
+from lengthen.model import IGNORED, ModelConfig, Transformer
+from lengthen.model import transformer as transformer_module
+
+Make = Callable[..., Transformer]
+METHODS = (*positions.names(), "rotary+alibi", "sinusoidal+t5", "xpos+alibi")
+LEARNING: dict[str, dict[str, Any]] = {
+    "alibi": {"learned": True},
+    "xpos": {"learned_gamma": True, "scale_base": 8.0},
+    "xpos+alibi": {"learned": True, "learned_gamma": True},
+}
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(19, shape)
+
+
+def gradients(model: Transformer, ids: Tensor, **call: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of predicting each next token, and every weight's gradient."""
+    total, _ = model(ids[:, :-1], targets=ids[:, 1:], **call)
+    model.zero_grad()
+    total.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == dict(model.named_parameters()).keys()
+    return total.detach(), found
+
+
+def assert_same(got: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]], **by: float) -> None:
+    torch.testing.assert_close(got[0], expected[0], **by)
+    for name, theirs in expected[1].items():
+        torch.testing.assert_close(
+            got[1][name], theirs, msg=lambda text, name=name: f"gradient of {name}: {text}", **by
+        )
+
+
+@every_method
+def test_a_decoder_never_sees_ahead(make: Make, method: str) -> None:
+    model, ids = make(positions=method), tokens(2, 12)
+    before = model(ids)
+    for place in (1, 7, 11):
+        changed = ids.clone()
+        changed[:, place] = (ids[:, place] + 1) % 19
+        after = model(changed)
+        torch.testing.assert_close(after[:, :place], before[:, :place], rtol=0, atol=1e-13)
+        assert ((after - before).abs().amax((0, 2))[place:] > 1e-6).all(), "a later token did not see the change"
+
+
+@every_method
+def test_an_encoder_sees_both_sides(make: Make, method: str) -> None:
+    model, ids = make(positions=method, kind="encoder"), tokens(2, 12)
+    before = model(ids)
+    for place in (0, 5, 11):
+        changed = ids.clone()
+        changed[:, place] = (ids[:, place] + 1) % 19
+        assert ((model(changed) - before).abs().amax((0, 2)) > 1e-7).all()
+
+
+@every_method
+def test_order_matters_to_every_method_but_none(make: Make, method: str) -> None:
+    """Of an encoder: without positions, shuffled tokens give the shuffled output."""
+    model, ids = make(positions=method, kind="encoder"), tokens(1, 12)
+    shuffled = torch.tensor([3, 0, 11, 5, 1, 2, 10, 9, 4, 8, 7, 6])
+    same = torch.allclose(model(ids)[:, shuffled], model(ids[:, shuffled]), rtol=0, atol=1e-9)
+    assert same == (method == "none")
+
+
+@every_method
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_packed_documents_are_as_each_would_be_alone(make: Make, method: str, kind: str) -> None:
+    model = make(positions=method, kind=kind, position_options=LEARNING.get(method, {}))
+    ids = tokens(2, 14)
+    sizes = [[5, 1, 8], [9, 5]]
+    starts = torch.stack(
+        [torch.cat([torch.full((size,), sum(row[:place])) for place, size in enumerate(row)]) for row in sizes]
+    )
+    targets = tokens(2, 14)
+    packed = model(ids, document_starts=starts)
+    total, losses = model(ids, targets, document_starts=starts)
+    alone = 0.0
+    for row, parts in enumerate(sizes):
+        start = 0
+        for size in parts:
+            here = (slice(row, row + 1), slice(start, start + size))
+            torch.testing.assert_close(packed[here], model(ids[here]), rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(losses[here], model(ids[here], targets[here])[1], rtol=1e-10, atol=1e-10)
+            alone += model(ids[here], targets[here])[0].item()
+            start += size
+    assert total.item() == pytest.approx(alone, rel=1e-12)
+
+
+@pytest.mark.parametrize("method", ["none", "alibi", "rotary", "xpos"])
+@pytest.mark.parametrize(("mask", "reach"), [(Window(4), 4), (Blockwise(3), 6)], ids=["window", "blockwise"])
+def test_a_mask_is_passed_on(make: Make, method: str, mask: Mask, reach: int) -> None:
+    model, ids = make(positions=method, layers=1), tokens(1, 15)
+    narrow, whole = model(ids, mask=mask), model(ids)
+    changed = ids.clone()
+    changed[:, 0] = (ids[:, 0] + 1) % 19
+    moved = (model(changed, mask=mask) - narrow).abs().amax((0, 2)) > 1e-9
+    assert moved[0]
+    assert not moved[reach:].any(), "a token saw farther than its mask lets it"
+    torch.testing.assert_close(narrow[:, :3], whole[:, :3], rtol=0, atol=1e-12)  # so far it sees everything either way
+    assert not torch.allclose(narrow[:, reach:], whole[:, reach:], atol=1e-6)
+
+
+def test_the_default_masks(make: Make) -> None:
+    ids = tokens(2, 9)
+    decoder, encoder = make(), make(kind="encoder")
+    torch.testing.assert_close(decoder(ids), decoder(ids, mask=Causal()), rtol=0, atol=0)
+    torch.testing.assert_close(encoder(ids), encoder(ids, mask=Bidirectional()), rtol=0, atol=0)
+    torch.testing.assert_close(decoder(ids), encoder(ids, mask=Causal()), rtol=0, atol=0)
+
+
+@every_method
+def test_models_that_differ_in_positions_alone_start_alike(method: str) -> None:
+    def start(name: str) -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        config = ModelConfig(vocab_size=19, layers=2, width=24, heads=4, train_length=40, positions=name)
+        state = Transformer(config).state_dict()
+        return {key: weight for key, weight in state.items() if not key.startswith("method.")}
+
+    expected, got = start("none"), start(method)
+    assert got.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(got[name], weight), name
+
+
+def test_weights_start_as_gpt2s() -> None:
+    model = Transformer(ModelConfig(vocab_size=500, layers=8, width=128, heads=4, train_length=40, tied=False))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            into_stream = "attention.out" in name or "feed_forward.down" in name
+            expected = 0.02 / 4 if into_stream else 0.02  # √(2·8) = 4
+            assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
+        else:
+            assert (parameter == (0 if name.endswith("bias") else 1)).all(), name
+
+
+def test_weights_can_be_drawn_again(make: Make) -> None:
+    model = make(dtype=torch.float32, positions="learned")
+    torch.manual_seed(3)
+    model.reset_parameters()
+    first = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7)
+    torch.manual_seed(3)
+    model.reset_parameters()
+    assert all(torch.equal(weight, first[name]) for name, weight in model.state_dict().items())
+    assert model.method.weight.std().item() == pytest.approx(0.02, rel=0.2)
+
+
+def test_embeddings_are_scaled(make: Make) -> None:
+    """Checked at the first block's input, since a norm follows."""
+    for scaled, factor in ((True, 24**0.5), (False, 1.0)):
+        model, ids = make(scale_embeddings=scaled), tokens(1, 5)
+        seen: list[Tensor] = []
+        hook = model.blocks[0].register_forward_pre_hook(lambda _, given, seen=seen: seen.append(given[0]))
+        model(ids)
+        hook.remove()
+        torch.testing.assert_close(seen[0], model.embedding.weight[ids] * factor)
+
+
+def test_losses_are_those_of_the_logits(make: Make) -> None:
+    for tied in (True, False):
+        model, ids, targets = make(tied=tied), tokens(3, 8), tokens(3, 8)
+        targets[0, 2:5] = IGNORED
+        total, losses = model(ids, targets)
+        expected = nn.functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), reduction="none")
+        torch.testing.assert_close(losses, expected.view(3, 8), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(total, expected.sum(), rtol=1e-12, atol=1e-12)
+        assert not losses.requires_grad
+
+
+@every_method
+def test_checkpointed_activations_change_nothing(make: Make, method: str) -> None:
+    model = make(positions=method, position_options=LEARNING.get(method, {}), dropout=0.3)
+    ids = tokens(2, 12)
+    runs = []
+    for again in (False, True):
+        model.checkpoint_activations = again
+        calls = [0]
+        hook = model.blocks[0].feed_forward.register_forward_hook(
+            lambda *_, calls=calls: calls.__setitem__(0, calls[0] + 1)
+        )
+        torch.manual_seed(8)
+        runs.append(gradients(model, ids))
+        hook.remove()
+        assert calls[0] == 1 + again, "a block is computed again in the backward pass, or should not be"
+    assert_same(runs[1], runs[0], rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_is_for_training_alone(make: Make) -> None:
+    model, ids = make(dropout=0.5), tokens(1, 8)
+    assert not torch.equal(model(ids), model(ids))
+    model.eval()
+    assert torch.equal(model(ids), model(ids))
+    torch.testing.assert_close(model(ids), make(dropout=0.0)(ids), rtol=0, atol=0)
+
+
+@every_method
+def test_bfloat16_autocast_is_near(make: Make, method: str) -> None:
+    model, ids = make(dtype=torch.float32, positions=method), tokens(2, 20)
+    exact, exact_gradients = gradients(model, ids)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        near, near_gradients = gradients(model, ids)
+        assert model.hidden(ids).dtype == torch.bfloat16, "blocks read and write the stream in 32 bits"
+    assert near.dtype == torch.float32
+    assert near.item() == pytest.approx(exact.item(), rel=0.01)
+    assert near.item() != exact.item(), "autocast changed nothing"
+    for name, theirs in exact_gradients.items():
+        if theirs.abs().max() > 1e-3:  # the bias of keys has no gradient but rounding
+            assert near_gradients[name].dtype == torch.float32
+            off = (near_gradients[name] - theirs).norm() / theirs.norm()
+            assert off < 0.1, f"gradient of {name} is off by {off:.3f}"
+
+
+@pytest.mark.parametrize("options", [{}, {"pairs": "neighbours"}, {"learned_gamma": True}], ids=str)
+@pytest.mark.parametrize("key_heads", [None, 2])
+def test_decay_in_the_angles_or_in_the_op(
+    make: Make, options: dict[str, Any], key_heads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(positions="xpos", position_options=options | {"scale_base": 30.0}, key_heads=key_heads)
+    ids = tokens(2, 40)
+    kept = []
+    shared = Transformer._shared
+
+    def spy(*given: Any) -> Any:
+        made = shared(*given)
+        kept.append(made.decay is not None)
+        return made
+
+    monkeypatch.setattr(Transformer, "_shared", spy)
+    folded = gradients(model, ids)
+    monkeypatch.setattr(transformer_module, "unfoldable", lambda *_: "not now")
+    in_the_op = gradients(model, ids)
+    assert kept == [False, True]
+    assert_same(folded, in_the_op, rtol=1e-9, atol=1e-9)
+
+
+def test_xpos_far_beyond_what_the_paper_could(make: Make) -> None:
+    """At 20,000 positions ζ^(−j/scale_base) is 10⁸⁵ for the fastest pair: past float32 by far."""
+    sizes: dict[str, Any] = {"layers": 1, "width": 4, "heads": 1}
+    model = make(dtype=torch.float32, positions="xpos", position_options={"scale_base": 128.0}, **sizes).eval()
+    ids = tokens(1, 20_000)
+    with torch.no_grad():
+        far = model(ids)
+        near = model(ids, mask=Window(500))
+        assert far.isfinite().all()
+        exact = model.double()
+        torch.testing.assert_close(far[:, :500].double(), exact(ids[:, :500]), rtol=1e-3, atol=1e-3)
+        tail = exact(ids[:, -2000:], mask=Window(500))[:, 500:]
+        torch.testing.assert_close(near[:, -1500:].double(), tail, rtol=1e-3, atol=1e-3)
+
+
+def test_wrong_input_is_named(make: Make) -> None:
+    model, ids = make(), tokens(2, 6)
+    with pytest.raises(ValueError, match=r"^ids: expected integers \[batch, length\], got .*shape \[6\]"):
+        model(ids[0])
+    with pytest.raises(ValueError, match=r"^ids: expected integers \[batch, length\], got a torch.float32 tensor"):
+        model(ids.float())
+    with pytest.raises(ValueError, match=r"^targets: expected shape \[2, 6\] like ids, got .*shape \[2, 5\]"):
+        model(ids, targets=ids[:, 1:])
+    with pytest.raises(ValueError, match=r"^document_starts: expected 0 ≤"):
+        model(ids, document_starts=torch.full((2, 6), 7))
+    with pytest.raises(TypeError, match=r"^config: expected a ModelConfig, got \{'layers': 2\}"):
+        Transformer({"layers": 2})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^positions: expected 0 … 39, got 40: a learned table"):
+        make(positions="learned")(tokens(1, 41))
