@@ -97,9 +97,11 @@ def test_keys_reach_the_verb(instead: Callable[[Any], list[argparse.Namespace]])
 
 
 @pytest.mark.parametrize("words", [["--train.steps"], ["--train.steps", "--data", "x"], ["--train.steps", "--a.b=3"]])
-def test_a_key_without_a_value_is_named(words: list[str]) -> None:
-    with pytest.raises(SystemExit, match=r"^lengthen: error: --train\.steps: expected a value, got none$"):
+def test_a_key_without_a_value_is_named(words: list[str], capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as left:
         main(["train", "tiny", *words])
+    assert left.value.code == 2
+    assert capsys.readouterr().err == "lengthen: error: --train.steps: expected a value, got none\n"
 
 
 def test_a_verb_without_keys_refuses_them(capsys: Capture) -> None:

@@ -18,6 +18,7 @@ from lengthen.training.log import Record
 
 BARS = "▁▂▃▄▅▆▇█"
 COURSE = 60  # columns of the loss's course
+MOST = 2047  # losses that it is drawn from; when there are more, neighbours are joined
 
 
 class Live(Watcher):
@@ -48,7 +49,8 @@ class Live(Watcher):
         self.task = self.progress.add_task(
             "", total=start.config.train.steps, completed=start.first, now="training", left=""
         )
-        self.screen = Screen(self._picture(), console=self.console, refresh_per_second=4, transient=True)
+        # The picture is made when it is drawn, not when something happens: steps may be many a second.
+        self.screen = Screen(get_renderable=self._picture, console=self.console, refresh_per_second=4, transient=True)
         self.screen.start()
 
     def stepped(self, record: Record) -> None:
@@ -57,26 +59,24 @@ class Live(Watcher):
         loss = record["loss"]
         self.smooth = loss if self.smooth is None else 0.95 * self.smooth + 0.05 * loss
         self.losses.append(self.smooth)
+        if len(self.losses) > MOST:
+            self.losses = [(a + b) / 2 for a, b in zip(self.losses[0::2], self.losses[1::2], strict=True)]
         total = self.progress.tasks[self.task].total or record["step"]
         left = self.clock.left(record["step"], int(total))
         self.progress.update(self.task, completed=record["step"], now="training", left=left)
-        self._draw()
 
     def evaluating(self, step: int, length: int, share: float) -> None:
         """Say what is going on instead of training."""
         self.progress.update(self.task, now=f"validation at {length:,}: {share:.0%}")
-        self._draw()
 
     def evaluated(self, record: Record) -> None:
         """Draw the length's perplexity beside the earlier ones."""
         kept = self.evaluations.setdefault(record["length"], deque(maxlen=4))
         kept.append((record["step"], record["perplexity"]))
-        self._draw()
 
     def saved(self, path: Path, step: int) -> None:
         """Note the checkpoint."""
         self.saved_at = path.name
-        self._draw()
 
     def said(self, text: str) -> None:
         """Print it above the picture."""
@@ -94,10 +94,6 @@ class Live(Watcher):
         if self.screen is not None:
             self.screen.stop()
             self.screen = None
-
-    def _draw(self) -> None:
-        if self.screen is not None:
-            self.screen.update(self._picture())
 
     def _picture(self) -> RenderableType:
         parts: list[RenderableType] = [self.progress]

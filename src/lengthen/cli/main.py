@@ -67,7 +67,8 @@ def _keys(words: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
         if not equals:
             value = next(waiting, "--")
             if value.startswith("--"):
-                raise SystemExit(f"lengthen: error: --{key}: expected a value, got none")
+                print(f"lengthen: error: --{key}: expected a value, got none", file=sys.stderr)
+                raise SystemExit(2)
         keys.append((key, value))
     return rest, keys
 

@@ -29,14 +29,16 @@ def _score(logits, targets, losses, stride, vocabulary, BLOCK: tl.constexpr):  #
         total = total * tl.exp(top - new) + tl.sum(tl.exp(x - new), 0)
         top = new
     lse = top + tl.log(total)
-    scored = tl.where(target >= 0, 1.0, 0.0)
-    picked = tl.load(base + tl.where(target >= 0, target, 0)).to(tl.float32)
-    tl.store(losses + row, (lse - picked) * scored)
+    scored = target != -100
+    known = (target >= 0) & (target < vocabulary)
+    picked = tl.load(base + tl.where(known, target, 0)).to(tl.float32)
+    loss = tl.where(known, lse - picked, float("nan"))  # a target that is no token cannot be told from here
+    tl.store(losses + row, tl.where(scored, loss, 0.0))
     tl.debug_barrier()  # every thread has read the target's logit before one of them writes over it
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(base + column, mask=column < vocabulary, other=-float("inf")).to(tl.float32)
-        gradient = (tl.exp(x - lse) - tl.where(column == target, 1.0, 0.0)) * scored
+        gradient = tl.where(scored, tl.exp(x - lse) - tl.where(column == target, 1.0, 0.0), 0.0)
         tl.store(base + column, gradient.to(logits.dtype.element_ty), mask=column < vocabulary)
 
 

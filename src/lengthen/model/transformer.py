@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lengthen.attention import Bidirectional, Causal, Mask, attention
 from lengthen.attention.biases import Bias, Decay
-from lengthen.attention.checks import describe
+from lengthen.attention.checks import can_look, describe
 from lengthen.attention.native import unfoldable
 from lengthen.model import turned
 from lengthen.model.config import ModelConfig
@@ -237,5 +237,11 @@ class Transformer(nn.Module):
     def _check(self, ids: Tensor, targets: Tensor | None) -> None:
         if ids.dim() != 2 or ids.is_floating_point():
             raise ValueError(f"ids: expected integers [batch, length], got {describe(ids)}")
+        if can_look(ids) and ids.numel():
+            low, high = (int(end) for end in ids.aminmax())
+            if low < 0 or high >= self.config.vocab_size:
+                raise ValueError(
+                    f"ids: expected tokens 0 … {self.config.vocab_size - 1}, got {low if low < 0 else high}"
+                )
         if targets is not None and targets.shape != ids.shape:
             raise ValueError(f"targets: expected shape {list(ids.shape)} like ids, got {describe(targets)}")

@@ -45,13 +45,13 @@ def write(state: Mapping[str, Tensor], config: ModelConfig, path: str | os.PathL
 
 
 def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> Transformer:
-    """Return the model in `path`: a file that `save` wrote, or a checkpoint's folder with `model.safetensors` in it."""
+    """Return the model in `path`, a file that `save` wrote or a checkpoint's folder, ready for use (`eval`)."""
     config, state = read(path, device)
     with torch.device("meta"):
         model = Transformer(config)
     model.to_empty(device=device)
-    model.load_state_dict(state)
-    return model
+    model.load_state_dict(state, assign=True)  # in the dtype that the file has
+    return model.eval()
 
 
 def read(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> tuple[ModelConfig, dict[str, Tensor]]:

@@ -169,16 +169,19 @@ def presets() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
-def find(name: str | Path) -> Path:
+def find(given: str | Path) -> Path:
     """Return the file of a config: a path, or a preset's name."""
-    path = Path(name)
+    path = Path(given)
     if path.is_file():
         return path
     known = presets()
-    if path.stem in known and path.suffix in ("", ".toml") and path.parent.name in ("", "configs"):
+    if (
+        path in (Path(path.stem), Path(f"{path.stem}.toml"), Path("configs") / f"{path.stem}.toml")
+        and path.stem in known
+    ):
         return known[path.stem]
     raise FileNotFoundError(
-        f"{name}: expected a TOML file or one of the presets {', '.join(known)}, got no such file"
+        f"{path}: expected a TOML file or one of the presets {', '.join(known)}, got no such file"
         f"{nearest(path.stem, known)}"
     )
 
