@@ -25,6 +25,7 @@ ACTIVATIONS = ("gelu", "relu", "swiglu")
 class ModelConfig:
     """The shape of a transformer.
 
+    >>> from lengthen import ModelConfig
     >>> ModelConfig(vocab_size=258, layers=2, width=64, heads=4, train_length=32, positions="rotary").parameters
     116608
     """

@@ -114,8 +114,9 @@ def norm(config: ModelConfig) -> nn.Module:
 class Transformer(nn.Module):
     """A language model: a decoder that predicts the next token, or an encoder that predicts masked ones.
 
-    >>> config = ModelConfig(vocab_size=258, layers=2, width=64, heads=4, train_length=32)
-    >>> model = Transformer(config)
+    >>> import torch
+    >>> from lengthen import ModelConfig, Transformer
+    >>> model = Transformer(ModelConfig(vocab_size=258, layers=2, width=64, heads=4, train_length=32))
     >>> ids = torch.randint(258, (1, 100))
     >>> model(ids).shape
     torch.Size([1, 100, 258])
