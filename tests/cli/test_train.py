@@ -146,7 +146,7 @@ def refused(words: list[str], capsys: Capture) -> str:
 
 def test_what_is_wrong_is_said(data: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    presets = "a TOML file or one of the presets lex-medium, small, tiny, wikitext103, xl"
+    presets = f"a TOML file or one of the presets {', '.join(configs.presets())}"
     assert refused([], capsys) == f"CONFIG: expected {presets}, got none"
     assert refused(["tinny"], capsys) == f"tinny: expected {presets}, got no such file; did you mean 'tiny'?"
     assert refused(["tiny", "--data", "nowhere"], capsys).startswith("nowhere/index.json: not there; expected a folder")
@@ -197,7 +197,7 @@ def test_the_default_corpus_is_prepared_once(tmp_path: Path, monkeypatch: pytest
         calls.append(options | {"progress": None})
         return prepare(tmp_path / "t.txt", out, processes=1, separator=".")
 
-    monkeypatch.setattr("lengthen.data.prepare", small)
+    monkeypatch.setattr("lengthen.cli.corpus.prepare", small)
     here = World(0, 1, torch.device("cpu"))
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     first = verb._corpus(None, DataConfig(), here)
@@ -207,7 +207,7 @@ def test_the_default_corpus_is_prepared_once(tmp_path: Path, monkeypatch: pytest
     )
     again = verb._corpus(None, DataConfig(), here)
     assert again.fingerprint == first.fingerprint
-    assert calls == [{"tokenizer": "bytes", "progress": None}]
+    assert calls == [{"tokenizer": "bytes", "vocab_size": None, "progress": None}]
 
 
 def test_who_watches(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

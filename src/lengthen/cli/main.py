@@ -16,7 +16,10 @@ from collections.abc import Sequence
 VERBS = {
     "prepare": "turn text into token shards",
     "train": "train a model from a preset and token shards",
+    "eval": "measure perplexity at any length, and how far a model can be stretched",
 }
+
+MODULES = {"eval": "evaluate"}  # where a verb's name would hide one of Python's own
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if keys and not arguments.takes_keys:
         parser.error(f"{arguments.verb} takes no keys, got --{keys[0][0]}")
     try:
-        status = int(arguments.run(arguments))
+        status = int(arguments.function(arguments))
         sys.stdout.flush()  # here, so that a reader who has gone is noticed here
         return status
     except KeyboardInterrupt:
@@ -85,7 +88,7 @@ def _parser(verb: str | None) -> argparse.ArgumentParser:
         if name != verb:
             verbs.add_parser(name, help=summary, add_help=False)
             continue
-        module = importlib.import_module(f"lengthen.cli.{name}")
+        module = importlib.import_module(f"lengthen.cli.{MODULES.get(name, name)}")
         child = verbs.add_parser(
             name,
             help=summary,
@@ -94,7 +97,7 @@ def _parser(verb: str | None) -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         module.add_arguments(child)
-        child.set_defaults(run=module.run, takes_keys=getattr(module, "TAKES_KEYS", False))
+        child.set_defaults(function=module.run, takes_keys=getattr(module, "TAKES_KEYS", False))
     return parser
 
 

@@ -17,8 +17,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lengthen.cli.progress import show_progress
-
 TAKES_KEYS = True  # words like --train.steps 500 go to `arguments.keys`
 
 
@@ -67,24 +65,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _corpus(directory: Path | None, data: Any, here: Any) -> Any:
-    """Return the corpus in a folder, or the default one, prepared by the first process if it is not there yet."""
-    from lengthen.data import Corpus, prepare
+    """Return the corpus; the default one is prepared by the first process, and the others wait for it."""
+    from lengthen.cli.corpus import open_corpus
 
-    if directory is not None:
-        return Corpus.open(directory)
-    name = "bytes" if data.tokenizer == "bytes" else f"bpe-{data.vocab_size}"
-    directory = Path("data") / f"python-{sys.version_info.major}.{sys.version_info.minor}-{name}"
     problem: Exception | None = None
-    if here.first and not (directory / "index.json").exists():
-        print(f"preparing the default corpus, the source of Python's standard library, into {directory}")
-        size = {} if data.tokenizer == "bytes" else {"vocab_size": data.vocab_size}
+    if here.first:
         try:
-            with show_progress() as progress:
-                prepare(None, directory, tokenizer=data.tokenizer, progress=progress, **size)
+            return open_corpus(directory, data)
         except Exception as found:
             problem = found
-    here.agree(problem)
-    return Corpus.open(directory)
+            raise
+        finally:
+            here.agree(problem)
+    here.agree(None)
+    return open_corpus(directory, data)
 
 
 def _watchers(plain: bool) -> list[Any]:

@@ -152,6 +152,12 @@ class Corpus:
         whole = {**said, "tokenizer": self.index["tokenizer"].get("sha256"), "files": files}
         return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:16]
 
+    @property
+    def tokenizer_name(self) -> str:
+        """What tells this tokenizer from others: the sha256 of its file, or "bytes"."""
+        said = self.index["tokenizer"]
+        return str(said.get("sha256") or said["kind"])
+
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer that the tokens were made with."""
         said = self.index["tokenizer"]

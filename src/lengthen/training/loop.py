@@ -266,6 +266,7 @@ class _Run:
             "loss": self.loss,
             "validation": self.validation[1] if measured and self.validation else None,
             "data": self.corpus.fingerprint,
+            "tokenizer": self.corpus.tokenizer_name,
             "processes": self.here.size,
         }
         saved = checkpoints.save(

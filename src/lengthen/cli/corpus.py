@@ -1,0 +1,29 @@
+"""The corpus of a verb: the folder that was named, or the default one, prepared if it is not there yet."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from lengthen.cli.progress import show_progress
+from lengthen.data import Corpus, prepare
+from lengthen.training.config import DataConfig
+
+
+def default_folder(data: DataConfig) -> Path:
+    """Return where the default corpus of a tokenizer lies: one a version of Python, whose source it is."""
+    name = "bytes" if data.tokenizer == "bytes" else f"bpe-{data.vocab_size}"
+    return Path("data") / f"python-{sys.version_info.major}.{sys.version_info.minor}-{name}"
+
+
+def open_corpus(directory: Path | None, data: DataConfig) -> Corpus:
+    """Return the corpus in a folder; without one, that of Python's standard library, with the config's tokenizer."""
+    if directory is not None:
+        return Corpus.open(directory)
+    folder = default_folder(data)
+    if not (folder / "index.json").exists():
+        print(f"preparing the default corpus, the source of Python's standard library, into {folder}")
+        size = None if data.tokenizer == "bytes" else data.vocab_size
+        with show_progress() as progress:
+            prepare(None, folder, tokenizer=data.tokenizer, vocab_size=size, progress=progress)
+    return Corpus.open(folder)

@@ -1,0 +1,26 @@
+"""Test long: perplexity at any length under a named protocol, and what the two papers look at beside it.
+
+protocols.py    which windows are read, which tokens count, what each sees
+measure.py      a text scored with a model, losses by document
+runs.py         a checkpoint at many lengths; results.py keeps them, with how each was made
+memory.py       what it took
+"""
+
+from lengthen.evaluation.measure import Tally, score
+from lengthen.evaluation.protocols import Protocol, Reading, protocol
+from lengthen.evaluation.results import Result, Verdict, verdicts
+from lengthen.evaluation.runs import Subject, evaluate, open_run
+
+__all__ = [
+    "Protocol",
+    "Reading",
+    "Result",
+    "Subject",
+    "Tally",
+    "Verdict",
+    "evaluate",
+    "open_run",
+    "protocol",
+    "score",
+    "verdicts",
+]

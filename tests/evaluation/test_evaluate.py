@@ -1,0 +1,204 @@
+"""A run at many lengths: results kept with how they were made, gone on with, judged; and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lengthen.cli.main import main
+from lengthen.data import Corpus, prepare
+from lengthen.evaluation import Result, evaluate, measure, open_run, protocol, results, verdicts
+from lengthen.training import World, train
+from lengthen.training.config import from_table
+
+TINY = {"vocab_size": 258, "layers": 1, "width": 16, "heads": 2, "train_length": 8}
+
+
+def run(folder: Path, corpus: Corpus, **model: object) -> Path:
+    table = {
+        "model": {**TINY, **model},
+        "train": {"steps": 4, "batch": 2},
+        "evaluation": {"every": 2, "lengths": [8], "tokens": 64},
+        "checkpoint": {"every": 2},
+    }
+    train(from_table(table, "test"), corpus, folder, World(0, 1, torch.device("cpu")))
+    return folder
+
+
+@pytest.fixture
+def trained(corpus: Corpus, folder: Path) -> Path:
+    return run(folder / "run", corpus)
+
+
+def lines(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "evaluation.jsonl").read_text().splitlines()]
+
+
+def test_results_say_how_they_were_made(corpus: Corpus, trained: Path) -> None:
+    subject = open_run(trained)
+    chosen = [protocol(name, length, 8) for length in (8, 32) for name in ("nonoverlapping", "blockwise")]
+    found = evaluate(subject, corpus, chosen, tokens=100)
+    assert [(one.length, one.protocol, one.block) for one in found] == [
+        (8, "blockwise", 4),
+        (8, "nonoverlapping", None),
+        (32, "blockwise", 4),
+        (32, "nonoverlapping", None),
+    ]
+    for one, line in zip(found, lines(trained), strict=True):
+        assert line == one.record()
+        assert (one.tokens, one.documents, one.split) == (100, 2, "validation")
+        assert (one.positions, one.train_length, one.step) == ("alibi", 8, 4)
+        assert (one.checkpoint, one.data) == ("step-00000004", corpus.fingerprint)
+        assert one.perplexity == math.exp(one.loss)
+        assert one.tokens_per_second > 0
+    assert found[0].loss == pytest.approx(found[1].loss, rel=1e-6)  # one block sees all of eight
+
+
+def test_what_is_there_is_not_measured_again(corpus: Corpus, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    score = measure.score
+
+    def spy(*arguments: object, **options: object) -> measure.Tally:
+        calls.append(arguments[2])
+        return score(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("lengthen.evaluation.runs.score", spy)
+    subject, short, long = open_run(trained), protocol("nonoverlapping", 8, 8), protocol("nonoverlapping", 16, 8)
+    first = evaluate(subject, corpus, [short], tokens=64)
+    both = evaluate(subject, corpus, [short, long], tokens=64)
+    assert calls == [short, long]
+    assert both[0] == first[0]
+    evaluate(subject, corpus, [short], tokens=65)  # other tokens: another measurement
+    evaluate(subject, corpus, [short], tokens=64, again=True)
+    assert calls == [short, long, short, short]
+    path = trained / "evaluation.jsonl"
+    path.write_text(path.read_text() + '{"kind": "evalu')  # as a killed process leaves it
+    evaluate(subject, corpus, [protocol("window", 8, 8)], tokens=64)
+    assert len(lines(trained)) == 5
+
+
+def test_the_same_tokens_are_scored_at_every_length(corpus: Corpus, trained: Path) -> None:
+    subject, there = open_run(trained), len(corpus["validation"]) - 1
+    chosen = [protocol("nonoverlapping", length, 8) for length in (8, 120, there)]
+    assert {one.tokens for one in evaluate(subject, corpus, chosen, tokens=50)} == {there}
+    assert {one.tokens for one in evaluate(subject, corpus, chosen[:2], tokens=50)} == {120}
+
+
+def test_the_last_and_the_best_checkpoint_and_one_by_its_folder(corpus: Corpus, trained: Path) -> None:
+    assert open_run(trained).checkpoint.step == 4
+    whole = {path.name: json.loads((path / "state.json").read_text()) for path in (trained / "checkpoints").iterdir()}
+    best = min(whole, key=lambda name: whole[name]["validation"])
+    assert open_run(trained, "best").checkpoint.path.name == best
+    one = open_run(trained / "checkpoints" / "step-00000002")
+    assert (one.checkpoint.step, one.folder) == (2, trained)
+
+
+def result(**changes: object) -> Result:
+    base = Result(
+        positions="alibi", train_length=64, checkpoint="step-1", step=1, data="d", split="validation",
+        protocol="nonoverlapping", length=64, stride=64, block=None, tokens=10, documents=1, loss=2.0, loss_se=None,
+        perplexity_per_word=None, bits_per_byte=None, tokens_per_second=1.0, seconds=1.0, peak_bytes=None, device="cpu",
+    )  # fmt: skip
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+def test_the_verdict_is_the_longest_length_within_a_hundredth_of_the_best() -> None:
+    losses = {64: 2.0, 128: 1.99, 256: 2.009, 512: 2.0099, 1024: 2.011, 2048: 3.0}
+    plain = [result(length=length, loss=loss) for length, loss in losses.items()]
+    repaired = [result(length=length, loss=2.0, protocol="blockwise", block=32) for length in (64, 2048)]
+    first, second = verdicts([*plain, *repaired, result(length=4096, loss=math.nan)])
+    assert (first.protocol, first.length, first.times, first.longest) == ("nonoverlapping", 512, 8.0, 4096)
+    assert (second.protocol, second.length, second.times) == ("blockwise (32)", 2048, 32.0)
+    assert str(first) == (
+        "nonoverlapping: holds to 512 tokens, 8× the training length: the loss is within 1% of its best, 1.9900"
+    )
+
+
+def test_the_command_ends_with_a_table_and_a_verdict(
+    corpus: Corpus, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", str(trained), "--data", str(corpus.directory), "--tokens", "64", "--device", "cpu"]
+    assert main([*words, "--lengths", "8,16", "--protocol", "nonoverlapping,sliding", "--stride", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "alibi, trained at 8; split 'validation' of" in said
+    assert "the same 64 tokens" in said
+    assert [line.split()[2] for line in said.splitlines() if line.startswith(("     8", "    16"))]
+    assert "sliding, stride 4" in said
+    assert "nonoverlapping: holds to" in said
+    assert main([*words]) == 0  # the usual lengths, as far as the text goes
+    assert {one.length for one in results.read(trained).values()} == {8, 16, 32, 64, 128, 256}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--lengths", "99999"],
+            "lengths: 99,999 is longer than the text: split 'validation' .* has 3[0-9]+ tokens",
+        ),
+        (["--protocol", "sliding", "--stride", "0"], "stride: expected at least 1, got 0"),
+        (["--lengths", "8,x"], "--lengths: expected whole numbers with commas, got '8,x'"),
+        (["--split", "test"], "split: .* has 'train', 'validation', got 'test'"),
+        (["--checkpoint", "first"], "checkpoint: expected 'last' or 'best', got 'first'"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    corpus: Corpus, trained: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(trained), "--data", str(corpus.directory), "--device", "cpu", *words]) == 1
+    said = capsys.readouterr().err
+    assert re.search(message, said), said
+
+
+def test_missing_runs_checkpoints_and_tokenizers(
+    corpus: Corpus, trained: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(FileNotFoundError, match="expected a run's folder, got no such folder"):
+        open_run(folder / "nowhere")
+    (folder / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="empty: expected a run with a checkpoint, got none"):
+        open_run(folder / "empty")
+    (folder / "t.txt").write_text("one two three four five six seven eight nine ten " * 40)
+    other = prepare(folder / "t.txt", folder / "bpe", tokenizer="bpe", vocab_size=258, validation=0)
+    with pytest.raises(ValueError, match="was made with another tokenizer"):
+        evaluate(open_run(trained), other, [protocol("nonoverlapping", 8, 8)], split="train")
+    next((folder / "bpe").glob("tokenizer.*.json")).unlink()
+    assert main(["eval", str(trained), "--data", str(folder / "bpe"), "--device", "cpu"]) == 1
+    assert "tokenizer" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_stretched_is_not(
+    corpus: Corpus, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = run(folder / "learned", corpus, positions="learned")
+    assert main(["eval", str(out), "--data", str(corpus.directory), "--tokens", "64", "--device", "cpu"]) == 0
+    assert "left out: 16, 32, 64, 128, 256: the model learned a vector for each position" in capsys.readouterr().out
+    assert {one.length for one in results.read(out).values()} == {8}
+
+
+LONG = """
+import resource, torch
+from lengthen import ModelConfig, Transformer
+model = Transformer(ModelConfig(258, layers=2, width=64, heads=4, train_length=64, positions="alibi")).eval()
+ids = torch.randint(258, (1, 131_073))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with torch.no_grad():
+    total, losses = model(ids[:, :-1], ids[:, 1:])
+assert losses.isfinite().all()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@pytest.mark.slow
+def test_131_072_tokens_in_one_pass_in_little_memory() -> None:
+    done = subprocess.run([sys.executable, "-c", LONG], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 1000  # megabytes; one matrix of scores of one head would be 69,000
