@@ -49,8 +49,8 @@ format: setup ## let ruff sort imports and lay out the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-demo: setup ## a first look, in under a minute
-	$(BIN)/python examples/first_look.py $(ARGS)
+demo: setup ## train six methods short, test them long, and show it: a few minutes; writes demo/report.html
+	$(BIN)/lengthen demo $(ARGS)
 
 bench: setup ## attention on this CPU beside its peers, in several minutes; writes benchmarks/results
 	$(BIN)/python benchmarks/attention_cpu.py $(ARGS)

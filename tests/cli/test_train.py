@@ -16,6 +16,7 @@ from lengthen.cli import train as verb
 from lengthen.cli.main import main
 from lengthen.data import prepare
 from lengthen.model import load
+from lengthen.training import config as configs
 from lengthen.training import settings
 from lengthen.training.config import Config, DataConfig
 from lengthen.training.parallel import World

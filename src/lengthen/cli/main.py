@@ -14,9 +14,12 @@ import sys
 from collections.abc import Sequence
 
 VERBS = {
+    "demo": "train six methods short, test them long, and show it: a few minutes",
     "prepare": "turn text into token shards",
     "train": "train a model from a preset and token shards",
     "eval": "measure perplexity at any length, and how far a model can be stretched",
+    "analyse": "look inside: resolution, loss by position, reach, attention by distance, recall",
+    "report": "put runs on one page: curves, tables, how each number was made",
 }
 
 MODULES = {"eval": "evaluate"}  # where a verb's name would hide one of Python's own

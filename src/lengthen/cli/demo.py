@@ -1,0 +1,140 @@
+"""Train short, test long, with your own eyes: six position methods, a few minutes on a laptop, one page to look at.
+
+  lengthen demo                                 into demo/: six runs, and demo/report.html
+  lengthen demo --out elsewhere --steps 400     longer, and better
+  lengthen demo --methods alibi,rotary
+
+Every method trains the same small model (the preset `tiny`: a million parameters, at 64 tokens) for the same steps from
+the same weights on the source of Python's standard library. Each is then read at 1× to 32× that length, rotary and xPos
+with blockwise attention too. The same seed gives the same numbers on the same machine. A demo that was stopped goes on
+where it was; one that is there already, with the same settings, is only shown again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lengthen.cli.progress import duration, show_progress
+
+if TYPE_CHECKING:
+    from lengthen.data import Corpus
+    from lengthen.evaluation import Result
+    from lengthen.training import Config
+
+METHODS = ("none", "sinusoidal", "rotary", "t5", "alibi", "xpos")
+BLOCKWISE = ("rotary", "xpos")  # those that blockwise attention is for
+TIMES = (1, 2, 4, 8, 16, 32)
+STEPS, TOKENS = 120, 16_384  # of training, and scored at each length: a few minutes on two cores
+
+Tell = Callable[[str, int, int], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this verb's arguments."""
+    parser.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="where everything goes (demo)")
+    parser.add_argument("--methods", default=",".join(METHODS), metavar="NAME,…", help="position methods (all six)")
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"training steps of each ({STEPS})")
+    parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"scored at each length ({TOKENS})")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data (0)")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="token shards of your own (the default corpus)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, evaluate, analyse, report; end with a table and the page's path."""
+    from lengthen.cli.corpus import open_corpus
+    from lengthen.training.config import DataConfig
+
+    began = time.monotonic()
+    methods = [name.strip() for name in arguments.methods.split(",")]
+    configs = {name: config_of(name, arguments.steps, arguments.seed) for name in methods}  # a wrong name ends it here
+    corpus = open_corpus(arguments.data, DataConfig())
+    results: dict[str, list[Result]] = {}
+    for number, (name, config) in enumerate(configs.items(), 1):
+        with show_progress(unit="tokens") as progress:
+            stage = f"{number}/{len(methods)} {name}"
+            folder = arguments.out / name
+
+            def tell(what: str, done: int, total: int, stage: str = stage) -> None:
+                progress(f"{stage}: {what}", done, total)
+
+            train_one(config, corpus, folder, tell)
+            results[name] = evaluate_one(folder, corpus, arguments.tokens, tell)
+    page = write_report([arguments.out / name for name in methods], arguments.out / "report.html")
+    print(table(results))
+    print(f"\n{duration(time.monotonic() - began)}; open {page} in a browser")
+    return 0
+
+
+def config_of(method: str, steps: int, seed: int) -> Config:
+    """Return the preset `tiny` with this method."""
+    from lengthen.training import load
+
+    words = [("model.positions", method), ("train.steps", str(steps)), ("train.seed", str(seed))]
+    words += [("evaluation.every", "0"), ("checkpoint.every", "0"), ("checkpoint.keep", "1")]
+    return load("tiny", words, vocab_size=258)
+
+
+def train_one(config: Config, corpus: Corpus, folder: Path, tell: Tell) -> None:
+    """Train one model, or go on."""
+    import torch
+
+    from lengthen.training import Watcher, train, world
+    from lengthen.training.log import Record
+
+    total = config.train.steps * config.train.batch * config.model.train_length
+
+    class Bar(Watcher):
+        def stepped(self, record: Record) -> None:
+            tell(f"training, loss {record['loss']:.2f}", record["tokens"], total)
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with world(device) as here:
+        train(config, corpus, folder, here, watchers=[Bar()])
+
+
+def evaluate_one(folder: Path, corpus: Corpus, tokens: int, tell: Tell) -> list[Result]:
+    """Return the results of one run at every length, under each protocol that is for it."""
+    import torch
+
+    from lengthen.evaluation import evaluate, open_run, protocol
+
+    subject = open_run(folder, device="cuda" if torch.cuda.is_available() else "cpu")
+    config = subject.model.config
+    names = ["nonoverlapping", *(["blockwise"] if config.positions in BLOCKWISE else [])]
+    base = config.train_length
+    chosen = [protocol(name, base * times, base) for times in TIMES for name in names]
+    return evaluate(
+        subject,
+        corpus,
+        chosen,
+        tokens=tokens,
+        tell=lambda one, done, total: tell(f"reading {one.length:,}, {one.name}", done, total),
+    )
+
+
+def table(results: dict[str, list[Result]]) -> str:
+    """Return perplexity by method and length, as a table for the terminal."""
+    first = next(iter(results.values()))[0]
+    lengths = sorted({one.length for group in results.values() for one in group})
+    head = f"{'perplexity at':<18}" + "".join(f"{length:>9,}" for length in lengths)
+    times = f"{'× training length':<18}" + "".join(f"{length / first.train_length:>8g}×" for length in lengths)
+    lines = [f"\ntrained at {first.train_length} tokens; {first.tokens:,} tokens scored at each length\n", head, times]
+    for name, group in results.items():
+        for protocol in dict.fromkeys(one.protocol for one in group):
+            found = {one.length: one.perplexity for one in group if one.protocol == protocol}
+            label = name if protocol == "nonoverlapping" else f"{name}, {protocol}"
+            cells = (f"{found[length]:>9.2f}" if length in found else f"{'–':>9}" for length in lengths)
+            lines.append(f"{label:<18}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def write_report(folders: list[Path], page: Path) -> Path:
+    """Write the page of these runs."""
+    from lengthen.report import collect, write_html
+
+    write_html(collect(folders), page)
+    return page

@@ -1,0 +1,85 @@
+"""The demo: what it leaves, and that its result has the papers' shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lengthen.cli import demo
+from lengthen.cli.main import main
+from lengthen.data import Corpus, prepare
+from lengthen.evaluation import Result, results
+from lengthen.training import load
+
+# A smaller model at a shorter length than the demo's: the shape shows after some ten seconds a method.
+SHORT = [
+    ("model.layers", "2"),
+    ("model.width", "64"),
+    ("model.train_length", "32"),
+    ("train.steps", "260"),
+    ("optimizer.lr", "4e-3"),
+    ("schedule.warmup", "20"),
+    ("evaluation.every", "0"),
+    ("checkpoint.every", "0"),
+]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return prepare(None, tmp_path_factory.mktemp("library"))
+
+
+def silent(what: str, done: int, total: int) -> None:
+    assert 0 <= done <= total
+
+
+@pytest.mark.slow
+def test_the_result_has_the_papers_shape(library: Corpus, tmp_path: Path) -> None:
+    found: dict[tuple[str, str], dict[int, Result]] = {}
+    for method in ("alibi", "sinusoidal", "rotary", "xpos"):
+        config = load("tiny", [("model.positions", method), *SHORT], library.vocab_size)
+        demo.train_one(config, library, tmp_path / method, silent)
+        for one in demo.evaluate_one(tmp_path / method, library, 8192, silent):
+            found.setdefault((method, one.protocol), {})[one.length // 32] = one
+    plain = {method: group for (method, protocol), group in found.items() if protocol == "nonoverlapping"}
+    grows = {method: group[16].perplexity / group[1].perplexity for method, group in plain.items()}
+    assert grows["alibi"] < 1  # trained short, it reads long, and better
+    assert grows["sinusoidal"] > 1.2
+    assert grows["rotary"] > 1.2
+    assert grows["xpos"] < grows["rotary"]  # it degrades less
+    for method in ("rotary", "xpos"):  # and blockwise attention repairs both
+        repaired = found[method, "blockwise"]
+        assert repaired[16].perplexity < repaired[1].perplexity
+    assert all(set(group) == {1, 2, 4, 8, 16, 32} for group in found.values())
+
+
+def test_a_demo_leaves_runs_and_a_page_and_the_same_numbers_for_the_same_seed(
+    library: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--methods", "alibi,xpos", "--steps", "2", "--tokens", "2048", "--data", str(library.directory)]
+    numbers = []
+    for name in ("one", "two"):
+        assert main(["demo", "--out", str(tmp_path / name), *words]) == 0
+        said = capsys.readouterr().out
+        assert "xpos, blockwise" in said
+        assert "report.html in a browser" in said
+        page = (tmp_path / name / "report.html").read_text(encoding="utf-8")
+        assert "alibi" in page
+        group = [one for method in ("alibi", "xpos") for one in results.read(tmp_path / name / method).values()]
+        assert len(group) == 6 + 12
+        numbers.append([one.loss for one in group])
+    assert numbers[0] == numbers[1]
+    assert main(["demo", "--out", str(tmp_path / "one"), *words]) == 0  # nothing is done twice
+    assert [one.loss for method in ("alibi", "xpos") for one in results.read(tmp_path / "one" / method).values()] == (
+        numbers[0]
+    )
+
+
+def test_an_unknown_method_ends_it_before_anything_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--methods", "alibi,rotari"]) == 1
+    assert "got 'rotari'; did you mean 'rotary'?" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
