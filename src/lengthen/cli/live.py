@@ -84,6 +84,7 @@ class Live(Watcher):
 
     def ended(self, outcome: Outcome) -> None:
         """Leave the last picture standing, and say where the result is."""
+        self.progress.update(self.task, now="done" if outcome.finished else "stopped", left="")
         picture = self._picture()
         self.close()
         self.console.print(picture)
