@@ -105,7 +105,7 @@ def result(**changes: object) -> Result:
     base = Result(
         positions="alibi", train_length=64, checkpoint="step-1", step=1, data="d", split="validation",
         protocol="nonoverlapping", length=64, stride=64, block=None, tokens=10, documents=1, loss=2.0, loss_se=None,
-        perplexity_per_word=None, bits_per_byte=None, tokens_per_second=1.0, seconds=1.0, peak_bytes=None, device="cpu",
+        perplexity_per_word=3.0, bits_per_byte=1.0, tokens_per_second=1.0, seconds=1.0, peak_bytes=None, device="cpu",
     )  # fmt: skip
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 

@@ -94,14 +94,18 @@ def test_the_standard_error_is_that_of_a_ratio_of_sums() -> None:
     assert measure.Tally(np.array([3.0]), np.array([2])).standard_error is None
 
 
-def test_units_are_over_documents_that_were_scored_whole(corpus: Corpus, model: Transformer) -> None:
+def test_a_document_counts_with_the_share_of_it_that_was_scored(corpus: Corpus, model: Transformer) -> None:
     tokens = corpus["train"]
-    second = int(tokens.documents[2])
-    tally = score(model, tokens, protocol("nonoverlapping", 16, 16), second + 3)  # two whole ones, and a bit of a third
-    assert tally.per(tokens, tokens.bytes) == pytest.approx(tally.losses[:2].sum() / tokens.bytes[:2].sum())
-    assert tally.per(tokens, tokens.words) == pytest.approx(tally.losses[:2].sum() / tokens.words[:2].sum())
-    short = score(model, tokens, protocol("nonoverlapping", 4, 16), 4)
-    assert short.per(tokens, tokens.bytes) is None
+    begins = tokens.documents
+    targets = int(begins[2]) + 19  # two whole documents, and twenty tokens of the third
+    tally = score(model, tokens, protocol("nonoverlapping", 16, 16), targets)
+    share = 20 / int(begins[3] - begins[2])
+    for units in (tokens.bytes, tokens.words):
+        assert tally.per(tokens, units) == pytest.approx(
+            tally.losses.sum() / (units[0] + units[1] + share * units[2]), rel=1e-12
+        )
+    whole = score(model, tokens, protocol("nonoverlapping", 16, 16), len(tokens) - 1)
+    assert whole.per(tokens, tokens.bytes) == pytest.approx(whole.losses.sum() / tokens.bytes.sum(), rel=1e-12)
 
 
 def test_an_interrupted_measurement_goes_on_where_it_was(

@@ -133,8 +133,8 @@ def describe(subject: Subject, results: list[Result], data: str) -> str:
                 name,
                 f"{one.loss:.4f}" + ("" if one.loss_se is None else f" ± {one.loss_se:.4f}"),
                 f"{one.perplexity:.3f}",
-                "–" if one.perplexity_per_word is None else f"{one.perplexity_per_word:,.4g}",
-                "–" if one.bits_per_byte is None else f"{one.bits_per_byte:.4f}",
+                f"{one.perplexity_per_word:,.4g}",
+                f"{one.bits_per_byte:.4f}",
                 f"{one.tokens_per_second:,.0f}",
                 "–" if one.peak_bytes is None else amount(one.peak_bytes),
             )

@@ -56,16 +56,12 @@ class Tally:
         off = self.losses[seen] - self.loss * self.counts[seen]
         return float(math.sqrt(n / (n - 1) * float((off**2).sum())) / self.counts.sum())
 
-    def per(self, tokens: Tokens, units: npt.NDArray[np.int64]) -> float | None:
-        """Return nats per unit (bytes, words) over the documents that were scored whole, or None if there is none.
-
-        The first token of the text is nobody's target, and is not missed.
-        """
+    def per(self, tokens: Tokens, units: npt.NDArray[np.int64]) -> float:
+        """Return nats per unit (bytes, words); of a document that was scored in part, its share of them counts."""
         sizes = np.diff(tokens.documents)
-        sizes[0] -= 1
-        whole = (self.counts == sizes) & (self.counts > 0)
-        total = int(units[whole].sum())
-        return float(self.losses[whole].sum() / total) if total else None
+        sizes[0] -= 1  # the first token of the text is nobody's target
+        share = self.counts / np.maximum(sizes, 1)
+        return float(self.losses.sum() / (share * units).sum())
 
 
 def score(

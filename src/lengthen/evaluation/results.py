@@ -32,8 +32,8 @@ class Result:
     documents: int  # that those tokens are from
     loss: float  # nats a token
     loss_se: float | None  # its standard error over documents; none for a single one
-    perplexity_per_word: float | None  # over documents that were scored whole; none if none was
-    bits_per_byte: float | None  # likewise
+    perplexity_per_word: float  # a document that was scored in part counts with its share of words
+    bits_per_byte: float  # likewise
     tokens_per_second: float
     seconds: float
     peak_bytes: int | None  # of memory that scoring took beside the model; none where it cannot be known

@@ -1,0 +1,178 @@
+"""Runs' folders are read: what replaces what, what may be missing, and what an error says."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up import LENGTHS, evaluation, write
+
+from lengthen.report import Report, collect
+from lengthen.report.style import COLOURS, METHODS, colours
+
+
+def test_everything_of_a_run_is_read(report: Report) -> None:
+    run = report.runs[0]
+    assert (run.label, run.positions, run.train_length, run.model["layers"]) == ("alibi", "alibi", 64, 4)
+    assert run.training == {"steps": 5, "loss": 3.5, "tokens_per_second": 15003.0}
+    assert set(run.analyses) == {"resolution", "positions", "reach", "distance", "recall"}
+    assert [curve.label for curve in report.curves][:2] == ["alibi", "alibi · blockwise 32"]
+    assert [record["length"] for record in report.curves[0].records] == list(LENGTHS)
+
+
+def test_evaluation_alone_is_enough(tmp_path: Path) -> None:
+    run = collect([write(tmp_path / "run", full=False)]).runs[0]
+    assert (run.positions, run.train_length, run.model, run.training, run.analyses) == ("alibi", 64, {}, None, {})
+
+
+def test_a_later_line_replaces_an_earlier_one(one: Callable[..., Report]) -> None:
+    first, other = evaluation("alibi", 64), evaluation("alibi", 128)
+    report = one(first, other, {**first, "loss": 1.0, "tokens": 5})
+    assert [(r["length"], r["loss"]) for r in report.curves[0].records] == [(64, 1.0), (128, other["loss"])]
+
+
+@pytest.mark.parametrize("torn", ['{"kind": "evaluation", "len', '{"kind": "evaluation", "protocol": "nonov', "7"])
+def test_a_torn_last_line_is_ignored(tmp_path: Path, torn: str) -> None:
+    folder = write(tmp_path / "run", full=False)
+    with (folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
+        file.write(torn)
+    assert len(collect([folder]).runs[0].evaluations) == len(LENGTHS)
+
+
+def test_a_torn_line_before_the_last_is_told(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", full=False)
+    good = (folder / "evaluation.jsonl").read_text(encoding="utf-8")
+    (folder / "evaluation.jsonl").write_text('{"kind": "eval\n' + good, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"evaluation.jsonl, line 1: expected JSON"):
+        collect([folder])
+
+
+def test_only_the_newest_checkpoint_is_drawn_and_all_are_kept(one: Callable[..., Report]) -> None:
+    old = [evaluation("alibi", n, checkpoint="step-00001000", step=1000, loss=3.0) for n in (64, 128, 256)]
+    report = one(*[evaluation("alibi", n) for n in (64, 128)], *old)
+    (curve,) = report.curves
+    assert curve.checkpoint == "step-00002000"
+    assert len(curve.records) == 2
+    assert len(report.runs[0].evaluations) == 5
+
+
+def test_protocols_strides_and_blocks_are_curves_of_their_own(one: Callable[..., Report]) -> None:
+    lines = [evaluation("alibi", n) for n in (64, 128)]
+    lines += [evaluation("alibi", n, protocol="sliding", stride=16) for n in (64, 128)]
+    lines += [evaluation("alibi", n, protocol="sliding", stride=n // 2) for n in (64, 128, 256)]
+    lines += [evaluation("alibi", n, protocol="window", block=64) for n in (128, 256)]
+    lines += [evaluation("alibi", n, protocol="blockwise", block=b) for n in (128, 256) for b in (16, 32)]
+    lines += [evaluation("alibi", 64, split="test")]
+    labels = {curve.label: len(curve.records) for curve in one(*lines).curves}
+    assert labels == {
+        "alibi · validation of 9f86d081": 2,
+        "alibi · test of 9f86d081": 1,
+        "alibi · sliding, stride 16 · validation of 9f86d081": 2,
+        "alibi · sliding, stride length/2 · validation of 9f86d081": 3,
+        "alibi · window 64 · validation of 9f86d081": 2,
+        "alibi · blockwise 16 · validation of 9f86d081": 2,
+        "alibi · blockwise 32 · validation of 9f86d081": 2,
+    }
+
+
+def test_blockwise_is_relative_to_the_plain_value_at_the_training_length(report: Report) -> None:
+    plain, blockwise = report.curves[:2]
+    assert plain.reference is plain.records[0]
+    assert blockwise.reference is plain.records[0]
+
+
+def test_labels_say_as_much_as_tells_runs_apart(tmp_path: Path) -> None:
+    longer = [evaluation("alibi", 128, train_length=128)]
+    paths = [
+        write(tmp_path / "a", "xpos", full=False),
+        write(tmp_path / "b", "alibi", full=False),
+        write(tmp_path / "c", "alibi", full=False),
+        write(tmp_path / "d", lines=longer, full=False),
+        write(tmp_path / "e" / "same", "t5", full=False),
+        write(tmp_path / "f" / "same", "t5", full=False),
+    ]
+    labels = [run.label for run in collect(paths).runs]
+    assert labels[:4] == ["xpos", "alibi (b)", "alibi (c)", "alibi, trained at 128"]
+    assert labels[4:] == [f"t5 ({tmp_path / 'e' / 'same'})", f"t5 ({tmp_path / 'f' / 'same'})"]
+
+
+def test_runs_have_colours_of_their_own(tmp_path: Path) -> None:
+    names = ["alibi", "alibi", "xpos", "mine", "rotary", "alibi+rotary"]
+    runs = collect([write(tmp_path / str(i), name, full=False) for i, name in enumerate(names)]).runs
+    found = colours(runs)
+    assert len(set(found)) == len(names)
+    assert [found[0], found[2], found[4]] == [METHODS[name] for name in ("alibi", "xpos", "rotary")]
+    assert len(colours(runs * 3)) == 3 * len(names)
+    assert max(colours(runs * 3)) < len(COLOURS)
+
+
+def test_missing_folders_and_files_are_named_with_the_command(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere: expected the folder of a run, got none; `lengthen train`"):
+        collect([tmp_path / "nowhere"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"empty: has no evaluation.jsonl; `lengthen eval .*empty` makes it"):
+        collect([tmp_path / "empty"])
+    (tmp_path / "empty" / "evaluation.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"expected measurements, got none; `lengthen eval"):
+        collect([tmp_path / "empty"])
+    with pytest.raises(ValueError, match="at least one folder"):
+        collect([])
+    folder = write(tmp_path / "run")
+    with pytest.raises(ValueError, match="each folder once"):
+        collect([folder, tmp_path / "empty" / ".." / "run"])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"loss": "2"}, "loss: expected a number, got '2'"),
+        ({"length": None}, "length: expected a whole number, got None"),
+        ({"length": True}, "length: expected a whole number, got True"),
+        ({"length": 0}, "length: expected at least 1, got 0"),
+        ({"protocol": 3}, "protocol: expected text, got 3"),
+        ({"train_length": 0}, "train_length: expected at least 1, got 0"),
+        ({"positions": None}, "expected `positions` in config.toml or evaluation.jsonl, got None"),
+    ],
+)
+def test_wrong_values_are_named(one: Callable[..., Report], change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match="run") as error:
+        one({**evaluation("alibi", 64), **change})
+    assert said in str(error.value)
+
+
+def test_a_line_without_its_length_is_named(one: Callable[..., Report]) -> None:
+    line = evaluation("alibi", 64)
+    del line["length"]
+    with pytest.raises(ValueError, match=r"line 1: expected `length`"):
+        one(line)
+
+
+def test_analyses_that_are_not_what_they_should_be_are_named(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run")
+    path = folder / "analysis" / "reach.json"
+    for text, said in (
+        ("{", "expected JSON"),
+        ("[]", "list `rows`"),
+        ('{"rows": [{"length": 3}]}', "expected `reach`"),
+        ('{"rows": [{"length": "3", "reach": []}]}', "length: expected whole numbers, got 3"),
+        ('{"rows": [{"length": 3, "reach": [1]}]}', "reach: expected lists of lists of numbers"),
+        ('{"rows": [{"length": 3, "reach": [[1, 2]], "share": [[1]]}]}', "lists of equal lengths"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=f"reach.json: .*{said}"):
+            collect([folder])
+    path.unlink()
+    (folder / "config.toml").write_text("model = ")
+    with pytest.raises(ValueError, match=r"config.toml: expected TOML"):
+        collect([folder])
+
+
+def test_values_that_are_not_finite_are_read(one: Callable[..., Report]) -> None:
+    lines = [evaluation("alibi", 64), evaluation("alibi", 128, loss=math.inf, perplexity=math.inf)]
+    lines.append(evaluation("alibi", 256, loss=None, perplexity=None))
+    assert json.dumps(lines[1]).count("Infinity") == 2
+    assert [r["loss"] for r in one(*lines).curves[0].records][1:] == [math.inf, None]

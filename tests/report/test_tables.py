@@ -1,0 +1,84 @@
+"""Every number of the CSV files is the one in the runs' files, to the last bit."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from made_up import evaluation
+
+from lengthen.report import Report, Run, write_csv
+from lengthen.report.tables import EVALUATION
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def analysis(run: Path, kind: str) -> dict[str, Any]:
+    return dict(json.loads((run / "analysis" / f"{kind}.json").read_text(encoding="utf-8")))
+
+
+def test_evaluations_are_those_of_the_files(report: Report, runs: list[Path], tmp_path: Path) -> None:
+    paths = write_csv(report, tmp_path / "csv")
+    names = ["evaluation", "training", "resolution", "positions", "curse", "reach", "distance", "recall"]
+    assert [path.name for path in paths] == [f"{name}.csv" for name in names]
+    rows = iter(read(paths[0]))
+    for run in runs:
+        for line in (run / "evaluation.jsonl").read_text(encoding="utf-8").splitlines():
+            record, row = json.loads(line), next(rows)
+            assert row.pop("run") == str(run)
+            assert {key: row[key] for key in EVALUATION[1:]} == {
+                key: "" if record[key] is None else str(record[key]) for key in EVALUATION[1:]
+            }
+    assert next(rows, None) is None
+
+
+def test_analyses_are_those_of_the_files(report: Report, runs: list[Path], tmp_path: Path) -> None:
+    write_csv(report, tmp_path)
+    of = {name: read(tmp_path / f"{name}.csv") for name in ("resolution", "positions", "reach", "distance", "recall")}
+
+    def numbers(name: str, column: str) -> list[float]:
+        return [float(row[column]) for row in of[name]]
+
+    both = [(analysis(run, kind), kind) for kind in of for run in runs]
+    rows = {kind: [row for found, k in both if k == kind for row in found["rows"]] for kind in of}
+    assert numbers("resolution", "resolution") == [
+        value for row in rows["resolution"] for value in [row["resolution"], *row["layers"]]
+    ]
+    assert numbers("positions", "loss") == [value for row in rows["positions"] for value in row["loss"]]
+    assert numbers("positions", "position") == [value for row in rows["positions"] for value in row["positions"]]
+    for key in ("reach", "share"):
+        assert numbers("reach", key) == [value for row in rows["reach"] for heads in row[key] for value in heads]
+    assert numbers("distance", "weight") == [
+        value for row in rows["distance"] for heads in row["weight"] for weights in heads for value in weights
+    ]
+    for key in ("distance", "accuracy", "trials"):
+        assert numbers("recall", key) == [row[key] for row in rows["recall"]]
+    curse = read(tmp_path / "curse.csv")
+    assert [float(row["from_curse"]) for row in curse] == [0.15] * len(runs)
+    assert [row["tokens_per_second"] for row in read(tmp_path / "training.csv")] == ["15003.0"] * len(runs)
+
+
+@given(value=st.floats(), length=st.integers(1, 2**40), name=st.text(max_size=20).filter(lambda s: "\0" not in s))
+def test_any_float_and_any_text_come_back(tmp_path_factory: Any, value: float, length: int, name: str) -> None:
+    name = name.encode("utf-8", "replace").decode().replace("\r", " ")
+    record = evaluation("alibi", length, loss=value, device=name)
+    (path,) = write_csv(
+        Report([Run("run", "alibi", 64, "alibi", evaluations=[record])]), tmp_path_factory.mktemp("csv")
+    )
+    (row,) = read(path)
+    again = float(row["loss"])
+    assert again == value or (math.isnan(again) and math.isnan(value))
+    assert (row["device"], row["length"]) == (name, str(length))
+
+
+def test_what_no_run_has_is_not_written(tmp_path: Path) -> None:
+    report = Report([Run("run", "alibi", 64, "alibi", evaluations=[evaluation("alibi", 64)])])
+    assert [path.name for path in write_csv(report, tmp_path)] == ["evaluation.csv"]
