@@ -29,6 +29,8 @@ METHODS = ("none", "sinusoidal", "rotary", "t5", "alibi", "xpos")
 BLOCKWISE = ("rotary", "xpos")  # those that blockwise attention is for
 TIMES = (1, 2, 4, 8, 16, 32)
 STEPS, TOKENS = 120, 16_384  # of training, and scored at each length: a few minutes on two cores
+ANALYSES = {"resolution": (1, 2, 4, 8, 16), "positions": (16,), "distance": (8,), "reach": (16,)}  # × training length
+ANALYSED = 4_096  # tokens
 
 Tell = Callable[[str, int, int], None]
 
@@ -63,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
             train_one(config, corpus, folder, tell)
             results[name] = evaluate_one(folder, corpus, arguments.tokens, tell)
+            analyse_one(folder, corpus, tell)
     page = write_report([arguments.out / name for name in methods], arguments.out / "report.html")
     print(table(results))
     print(f"\n{duration(time.monotonic() - began)}; open {page} in a browser")
@@ -116,6 +119,23 @@ def evaluate_one(folder: Path, corpus: Corpus, tokens: int, tell: Tell) -> list[
     )
 
 
+def analyse_one(folder: Path, corpus: Corpus, tell: Tell) -> None:
+    """Look into one run, as `lengthen analyse` does, at a few lengths and on a little text."""
+    from lengthen.cli.analyse import Analysis, header, write
+    from lengthen.evaluation import open_run
+
+    subject = open_run(folder)
+    config = subject.model.config
+    options = argparse.Namespace(
+        tokens=ANALYSED, split="validation", blockwise=config.positions in BLOCKWISE, block=None, stride=None
+    )
+    for name, times in ANALYSES.items():
+        if (folder / "analysis" / f"{name}.json").exists() or (name == "reach" and config.positions != "alibi"):
+            continue
+        analysis = Analysis(subject, corpus, [config.train_length * factor for factor in times], options)
+        write(folder, name, header(name, subject, corpus) | getattr(analysis, name)(tell))
+
+
 def table(results: dict[str, list[Result]]) -> str:
     """Return perplexity by method and length, as a table for the terminal."""
     first = next(iter(results.values()))[0]
@@ -124,7 +144,7 @@ def table(results: dict[str, list[Result]]) -> str:
     times = f"{'× training length':<18}" + "".join(f"{length / first.train_length:>8g}×" for length in lengths)
     lines = [f"\ntrained at {first.train_length} tokens; {first.tokens:,} tokens scored at each length\n", head, times]
     for name, group in results.items():
-        for protocol in dict.fromkeys(one.protocol for one in group):
+        for protocol in sorted({one.protocol for one in group}, reverse=True):  # plain first
             found = {one.length: one.perplexity for one in group if one.protocol == protocol}
             label = name if protocol == "nonoverlapping" else f"{name}, {protocol}"
             cells = (f"{found[length]:>9.2f}" if length in found else f"{'–':>9}" for length in lengths)

@@ -67,8 +67,9 @@ PROTOCOLS = {
     "": (
         "Perplexity is e to the mean loss, in nats, over all tokens scored; its standard error is that of the loss "
         "times the perplexity. That error is over documents; curves of the same text share most of it, so they differ "
-        "more surely than their bars suggest. Perplexity a word and bits a byte count a document "
-        "that was scored in part with its share. At every length the same text is scored, each token once. What differs is what a token sees:"
+        "more surely than their bars suggest. Perplexity a word and bits a byte count a document that was scored in "
+        "part with its share. At every length the same text is scored, each token once. What differs is what a token "
+        "sees:"
     ),
     "nonoverlapping": "the text is cut into pieces of the length; a token sees what stands before it in its piece.",
     "sliding": "windows of the length, each a stride on from the last; the new tokens are scored, others are context.",

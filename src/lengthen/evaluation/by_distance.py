@@ -1,0 +1,60 @@
+"""Attention by distance: what share of its attention each head spends at which distance.
+
+    weight[layer][head][bucket]  =  mean over queries i of  Σ_j softmax(score[i])_j    for i − j in the bucket
+
+Buckets begin at 0, 1, 2, 4, 8 …: the query itself, the key before it, the two before that, and so on, each to the
+next one's beginning. A head's buckets add up to 1. Early queries count too, and see few keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lengthen.attention import Mask
+from lengthen.attention.checks import whole_number
+from lengthen.evaluation.capture import CHUNK_SCORES, Call, each_layer
+from lengthen.model import Transformer
+
+
+def bucket_starts(length: int) -> list[int]:
+    """Return where buckets begin for distances 0 … length − 1: 0, 1, 2, 4, 8 …"""
+    whole_number("length", length, at_least=1)
+    starts = [0]
+    while max(1, 2 * starts[-1]) < length:
+        starts.append(max(1, 2 * starts[-1]))
+    return starts
+
+
+def weights(call: Call, most: int = CHUNK_SCORES) -> Tensor:
+    """Return the mean weight of each head in each bucket, float64 `[heads, buckets]`."""
+    batch, heads, queries, _ = call.q.shape
+    sums = torch.zeros(heads, call.k.shape[2], dtype=torch.float64, device=call.q.device)
+    for chunk in call.chunks(most):
+        share = chunk.score.softmax(dim=-1).masked_fill(~chunk.visible, 0).sum(dim=0, dtype=torch.float64)
+        sums.index_add_(1, chunk.distance.clamp(min=0).flatten(), share.flatten(1))
+    ends = [*bucket_starts(call.k.shape[2]), call.k.shape[2]]
+    buckets = [sums[:, a:b].sum(dim=1) for a, b in pairwise(ends)]
+    return torch.stack(buckets, dim=1) / (batch * queries)
+
+
+def of_model(
+    model: Transformer,
+    batches: Iterable[Tensor],
+    mask: Mask | None = None,
+    tell: Callable[[int], None] = lambda texts: None,
+) -> Tensor:
+    """Return the mean weights over batches of texts `[texts, length]` of one length, `[layers, heads, buckets]`."""
+    read, total = 0, torch.zeros(())
+    for ids in batches:
+        layers: list[Tensor] = []
+        each_layer(model, ids, lambda call, layers=layers: layers.append(weights(call)), mask)  # type: ignore[misc]
+        total = total + ids.shape[0] * torch.stack(layers).cpu()
+        read += ids.shape[0]
+        tell(read)
+    if not read:
+        raise ValueError("batches: expected at least one text, got none")
+    return total / read

@@ -1,0 +1,203 @@
+"""Loss by position in the window, and how much of what longer inputs gain is context.
+
+A text is cut into pieces of one length, each read by itself. The token at position p of its piece, counted from 1, is
+predicted from p tokens: those early in a piece have little to go by, the *early token curse* (Press et al., 2022,
+appendix B). Longer pieces have fewer such tokens, so their mean loss is lower even for a model that uses no more
+context.
+
+**The split.** Take a short length S, a long length L, and four measurements over the very same tokens:
+
+    whole(n)     pieces of n tokens, each read by itself
+    sliding(n)   windows of n tokens, `stride` apart, only the last `stride` tokens of each scored: at least n − stride
+                 tokens of context for all of them
+    curse(n)     whole(n) − sliding(n)                  what cutting into pieces of n costs
+
+    gain         =  whole(S) − whole(L)
+    from_context =  sliding(S) − sliding(L)             what more context gives a token that has its context in full
+    from_curse   =  curse(S) − curse(L)                 the curse fading: fewer tokens stand early
+
+gain = from_context + from_curse holds by these definitions, with nothing left over; either may be negative. The smaller
+the stride the truer; a stride of 1 gives each token all of its n. The scored tokens begin L tokens into the text where
+it is long enough, so that the first windows have all their context too. Documents are joined, and read across borders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lengthen.attention import Mask
+from lengthen.attention.checks import whole_number
+from lengthen.data import Tokens
+from lengthen.evaluation.protocols import Reading
+from lengthen.model import Transformer
+
+BATCH_TOKENS = 1 << 13  # read in one pass
+Tell = Callable[[int], None]  # told how many tokens more were read
+
+
+@dataclass(frozen=True)
+class ByPosition:
+    """Mean loss in buckets of positions: bucket b holds positions[b − 1] + 1 … positions[b], counted from 1."""
+
+    positions: list[int]
+    loss: list[float]
+    count: list[int]
+
+
+@dataclass(frozen=True)
+class Curse:
+    """The gain of a long length over a short one, in nats a token, and its two parts."""
+
+    short: int
+    long: int
+    stride: int
+    tokens: int
+    whole: tuple[float, float]  # of the short length, and of the long
+    sliding: tuple[float, float]
+
+    @property
+    def gain(self) -> float:
+        """What the long length gains in all."""
+        return self.whole[0] - self.whole[1]
+
+    @property
+    def from_context(self) -> float:
+        """What more context gives to tokens that have their context in full."""
+        return self.sliding[0] - self.sliding[1]
+
+    @property
+    def from_curse(self) -> float:
+        """What comes of fewer tokens standing early in their piece."""
+        return (self.whole[0] - self.sliding[0]) - (self.whole[1] - self.sliding[1])
+
+
+def bucket_ends(length: int) -> list[int]:
+    """Return where buckets of positions 1 … length end: 1, 2, 4, 8 … length."""
+    whole_number("length", length, at_least=1)
+    ends = [1 << power for power in range(length.bit_length())]
+    return ends if ends[-1] == length else [*ends, length]
+
+
+def whole_pieces(begin: int, count: int, length: int) -> Iterator[Reading]:
+    """Yield pieces of a length over `count` tokens from `begin` on, the last one shorter where they do not fit."""
+    for start in range(begin, begin + count, length):
+        yield Reading(start, min(start + length, begin + count), 0)
+
+
+def sliding_windows(begin: int, count: int, length: int, stride: int) -> Iterator[Reading]:
+    """Yield windows of a length that score `stride` new tokens each; at the text's beginning they are shorter."""
+    for first in range(begin, begin + count, stride):
+        stop = min(first + stride, begin + count)
+        start = max(0, stop - length)
+        yield Reading(start, stop, first - start)
+
+
+@torch.no_grad()
+def losses(
+    model: Transformer,
+    tokens: Tokens,
+    readings: Iterable[Reading],
+    mask: Mask | None = None,
+    tell: Tell = lambda read: None,
+) -> Iterator[Tensor]:
+    """Yield the losses of the scored tokens of readings of one length, float64 `[readings, scored]`, in batches."""
+    device = next(model.parameters()).device
+    was = model.training
+    model.eval()
+    try:
+        for (size, context), alike in groupby(readings, key=lambda one: (one.stop - one.start, one.context)):
+            for batch in _batched(alike, max(1, BATCH_TOKENS // size)):
+                both = torch.from_numpy(np.stack([tokens.read(one.start, one.stop + 1) for one in batch])).to(device)
+                _, each = model(both[:, :-1], both[:, 1:], mask=mask)
+                yield each[:, context:].double().cpu()
+                tell(size * len(batch))
+    finally:
+        model.train(was)
+
+
+def _batched(readings: Iterable[Reading], size: int) -> Iterator[list[Reading]]:
+    batch: list[Reading] = []
+    for one in readings:
+        batch.append(one)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def mean_loss(model: Transformer, tokens: Tokens, readings: Iterable[Reading], tell: Tell = lambda read: None) -> float:
+    """Return the mean loss of all the scored tokens of some readings."""
+    total, count = 0.0, 0
+    for each in losses(model, tokens, readings, tell=tell):
+        total, count = total + float(each.sum()), count + each.numel()
+    return total / count
+
+
+def by_position(
+    model: Transformer,
+    tokens: Tokens,
+    length: int,
+    limit: int,
+    mask: Mask | None = None,
+    tell: Tell = lambda read: None,
+) -> ByPosition:
+    """Return the mean loss at each position of pieces of a length, over about `limit` tokens from the beginning."""
+    count = scored(tokens, length, limit)
+    sums = torch.zeros(length, dtype=torch.float64)
+    for each in losses(model, tokens, whole_pieces(0, count, length), mask, tell):
+        sums += each.sum(dim=0)
+    pieces, ends = count // length, bucket_ends(length)
+    sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    means = [float(sums[end - size : end].sum()) / (size * pieces) for end, size in zip(ends, sizes, strict=True)]
+    return ByPosition(ends, means, [size * pieces for size in sizes])
+
+
+def scored(tokens: Tokens, length: int, limit: int) -> int:
+    """Return how many tokens whole pieces of a length hold: as many as the limit allows, and one piece at least."""
+    whole_number("length", length, at_least=1)
+    whole_number("limit", limit, at_least=1)
+    if len(tokens) < length + 1:
+        raise ValueError(
+            f"length: {length} tokens and the one after them are more than split {tokens.name!r} of "
+            f"{tokens.directory} has ({len(tokens)})"
+        )
+    return max(1, min(limit, len(tokens) - 1) // length) * length
+
+
+def curse(
+    model: Transformer,
+    tokens: Tokens,
+    short: int,
+    long: int,
+    limit: int,
+    stride: int | None = None,
+    tell: Tell = lambda read: None,
+) -> Curse:
+    """Return the gain of a long length over a short one, split into context and the curse fading.
+
+    `limit` is about how many tokens are scored, the same in all four measurements; `stride` is an eighth of the short
+    length unless it is given. Reading costs about limit·(short + long)/stride tokens.
+    """
+    if not whole_number("short", short, at_least=1) < whole_number("long", long, at_least=1):
+        raise ValueError(f"long: expected more than the short length {short}, got {long}")
+    stride = max(1, short // 8) if stride is None else whole_number("stride", stride, at_least=1)
+    if stride > short:
+        raise ValueError(f"stride: expected at most the short length {short}, got {stride}")
+    count = scored(tokens, long, limit)
+    begin = min(long, len(tokens) - 1 - count)
+    both = (short, long)
+    whole = [mean_loss(model, tokens, whole_pieces(begin, count, n), tell) for n in both]
+    sliding = [mean_loss(model, tokens, sliding_windows(begin, count, n, stride), tell) for n in both]
+    return Curse(short, long, stride, count, (whole[0], whole[1]), (sliding[0], sliding[1]))
+
+
+def tokens_to_read(count: int, short: int, long: int, stride: int) -> int:
+    """Return about how many tokens `curse` reads for `count` scored ones: what progress is measured against."""
+    return 2 * count + -(-count // stride) * (short + long)

@@ -1,0 +1,122 @@
+"""Attention resolution: how well a model's scores tell near from far (Sun et al., 2022, https://arxiv.org/abs/2212.10554).
+
+    R(s)  =  Σ_{i=0}^{N} e^{s[i]}·(e^{s[i]} − e^{s[i+1]})  /  (Σ_{i=0}^{N} e^{s[i]})²
+
+s[n] is a layer's mean score before the softmax, bias and decay included, over all its heads and over all pairs of a
+query and the key n behind it that the query sees. R is taken for each layer, and the model's is the mean over layers.
+
+**The boundary.** The sum to N needs s[N+1]. Here N + 1 is the farthest distance that any query sees: length − 1, or
+with blockwise attention of block b, 2b − 1 once the text has two blocks. So every score in the formula was measured,
+and none is made up: the farthest enters only as the neighbour of the one before. The other way, N the farthest and
+e^{s[N+1]} = 0, would count the end of the text, or the wall of a block, as something that the model tells apart: with
+p = e^s / Σe^s
+
+    R  =  ½·(Σ_{i=0}^{N} (p[i] − p[i+1])²  +  p[0]²  −  p[N+1]²),
+
+so a model that tells nothing apart (s constant) has R = 0 by the first and 1/(N+1)² by the second. Who wants the second
+appends −∞ to s. R does not change when a number is added to all of s, and is at most 1.
+
+The mean at a distance is over fewer pairs the farther it is; at length − 1 there is one a text and head. What is random
+in s raises R a little (the squares above), so several texts are better than one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lengthen.attention import Causal, Mask
+from lengthen.attention.biases import Bias, Decay
+from lengthen.attention.checks import describe
+from lengthen.evaluation.capture import CHUNK_SCORES, Call, each_layer
+from lengthen.model import Transformer
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """R of each layer, and their mean."""
+
+    layers: list[float]
+
+    @property
+    def model(self) -> float:
+        """The mean over layers."""
+        return sum(self.layers) / len(self.layers)
+
+
+def score_sums(call: Call, most: int = CHUNK_SCORES) -> tuple[Tensor, Tensor]:
+    """Return the sum of scores at each distance 0 … length − 1, and the number of pairs in it: float64 `[keys]`."""
+    batch, heads, _, _ = call.q.shape
+    sums = torch.zeros(call.k.shape[2], dtype=torch.float64, device=call.q.device)
+    pairs = torch.zeros_like(sums)
+    for chunk in call.chunks(most):
+        together = chunk.score.masked_fill(~chunk.visible, 0).sum(dim=(0, 1), dtype=torch.float64)
+        seen = chunk.visible.expand(batch, -1, -1, -1).sum(dim=(0, 1)).double() * heads
+        bins = chunk.distance.clamp(min=0).flatten()  # what is ahead adds 0
+        sums.index_add_(0, bins, together.flatten())
+        pairs.index_add_(0, bins, seen.flatten())
+    return sums, pairs
+
+
+def mean_scores(
+    q: Tensor,
+    k: Tensor,
+    bias: Bias | None = None,
+    decay: Decay | None = None,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    most: int = CHUNK_SCORES,
+) -> Tensor:
+    """Return s, float64 `[N + 2]`: the mean score at each distance that is seen; arguments as for `attention`.
+
+    `most` is how many scores are held at once.
+    """
+    return _means(*score_sums(Call(0, q, k, k, bias, decay, mask or Causal(), scale), most))
+
+
+def _means(sums: Tensor, pairs: Tensor) -> Tensor:
+    seen = int((pairs > 0).sum())  # a query sees a run of keys that ends at itself: distances have no gap
+    return sums[:seen] / pairs[:seen]
+
+
+def resolution(s: Tensor) -> float:
+    """Return R(s) of the mean scores s[0 … N + 1], in float64; the last is only the neighbour of the one before."""
+    if not isinstance(s, Tensor) or s.dim() != 1 or s.shape[0] < 2:
+        raise ValueError(f"s: expected scores at two distances or more, [N + 2], got {describe(s)}")
+    s = s.double()
+    weight = (s - s[:-1].max()).exp()  # R is blind to a shift; no sum below overflows
+    near, next_one = weight[:-1], weight[1:]
+    return float((near * (near - next_one)).sum() / near.sum() ** 2)
+
+
+def of_model(
+    model: Transformer,
+    batches: Iterable[Tensor],
+    mask: Mask | None = None,
+    tell: Callable[[int], None] = lambda texts: None,
+) -> Resolution:
+    """Return the resolution of a model over batches of texts `[texts, length]`, all of one length.
+
+    `mask` is what the model reads with: None is `Causal()`, and blockwise attention is `Blockwise(train_length // 2)`.
+    """
+    totals: list[tuple[Tensor, Tensor]] = []
+
+    def add(call: Call) -> None:
+        sums, pairs = score_sums(call)
+        if call.layer == len(totals):
+            totals.append((sums, pairs))
+        else:
+            before = totals[call.layer]
+            totals[call.layer] = before[0] + sums, before[1] + pairs
+
+    read = 0
+    for ids in batches:
+        each_layer(model, ids, add, mask)
+        read += ids.shape[0]
+        tell(read)
+    if not read:
+        raise ValueError("batches: expected at least one text, got none")
+    return Resolution([resolution(_means(*total)) for total in totals])

@@ -1,0 +1,195 @@
+"""`lengthen analyse`, from words to files and tables: what it writes, says and refuses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lengthen.cli import analyse
+from lengthen.cli.main import main
+from lengthen.data import Corpus, prepare
+
+Capture = pytest.CaptureFixture[str]
+SMALL = {
+    "model.layers": "2",
+    "model.width": "16",
+    "model.heads": "2",
+    "model.train_length": "16",
+    "train.batch": "4",
+    "train.steps": "2",
+    "evaluation.every": "0",
+    "checkpoint.every": "1",
+    "schedule.warmup": "2",
+}
+TINY = ["--device", "cpu", *(f"--{key}={value}" for key, value in SMALL.items())]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(f"Document {number}: " + "the sea, the ship, the whale. " * 10)
+    out = tmp_path_factory.mktemp("corpus")
+    prepare(folder, out, validation=0.3, processes=1)
+    return str(out)
+
+
+def trained(data: str, out: Path, *words: str) -> Path:
+    assert main(["train", "tiny", "--data", data, "--out", str(out), *TINY, *words]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def alibi(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(data, tmp_path_factory.mktemp("alibi") / "run")
+
+
+@pytest.fixture(scope="module")
+def learned(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(data, tmp_path_factory.mktemp("learned") / "run", "--model.positions", "learned")
+
+
+def run(*words: object) -> int:
+    parser = argparse.ArgumentParser()
+    analyse.add_arguments(parser)
+    return analyse.run(parser.parse_args([*map(str, words), "--device", "cpu"]))
+
+
+def read(run: Path, name: str) -> dict[str, Any]:
+    found = json.loads((run / "analysis" / f"{name}.json").read_text(encoding="utf-8"))
+    assert isinstance(found, dict)
+    return found
+
+
+def test_everything_at_once(alibi: Path, data: str, capsys: Capture) -> None:
+    assert run(alibi, "--data", data, "--lengths", "16,40", "--tokens", 160, "--blockwise") == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert sorted(path.name for path in (alibi / "analysis").iterdir()) == [
+        f"{name}.json" for name in ("distance", "positions", "reach", "resolution")
+    ]
+    for name in ("resolution", "positions", "reach", "distance"):
+        found = read(alibi, name)
+        assert {key: found[key] for key in ("kind", "positions", "train_length", "checkpoint", "data")} == {
+            "kind": name,
+            "positions": "alibi",
+            "train_length": 16,
+            "checkpoint": "step-00000002",
+            "data": Corpus.open(data).fingerprint,
+        }
+        assert f"\n  {alibi / 'analysis' / f'{name}.json'}\n" in said.out
+
+    rows = read(alibi, "resolution")["rows"]
+    assert [(row["length"], row["blockwise"], row["block"]) for row in rows] == [
+        (16, False, None),
+        (40, False, None),
+        (16, True, 8),
+        (40, True, 8),
+    ]
+    for row in rows:
+        assert row["resolution"] == pytest.approx(sum(row["layers"]) / 2)
+        assert len(row["layers"]) == 2
+    assert rows[0]["resolution"] == pytest.approx(rows[2]["resolution"])  # two blocks are all there is
+    assert rows[1]["resolution"] != pytest.approx(rows[3]["resolution"], rel=1e-3)
+    assert re.search(r"^  40, blocks of 8( +-?\d[\d.e-]*){3}$", said.out, flags=re.MULTILINE)
+
+    found = read(alibi, "positions")
+    short, long = found["rows"]
+    assert (short["positions"], long["positions"]) == ([1, 2, 4, 8, 16], [1, 2, 4, 8, 16, 32, 40])
+    assert (sum(short["count"]), sum(long["count"])) == (160, 160)
+    assert all(0 < loss < 2 * math.log(258) for loss in short["loss"] + long["loss"])
+    split = found["curse"]
+    assert (split["short"], split["long"], split["stride"], split["tokens"]) == (16, 40, 2, 160)
+    assert split["gain"] == pytest.approx(split["from_context"] + split["from_curse"], abs=1e-9)
+    assert f"gain {split['gain']:.4f} = context" in said.out
+
+    for row in read(alibi, "reach")["rows"]:
+        assert [len(row["reach"]), len(row["reach"][0])] == [2, 2]
+        for layer in range(2):
+            for head in range(2):
+                share = row["reach"][layer][head] / ((row["length"] + 1) / 2)
+                assert row["share"][layer][head] == pytest.approx(share)
+                assert 0 < share <= 1
+    row = read(alibi, "distance")["rows"][1]
+    assert row["distances"] == [0, 1, 2, 4, 8, 16, 32]
+    for heads in row["weight"]:
+        for buckets in heads:
+            assert len(buckets) == 7
+            assert sum(buckets) == pytest.approx(1, abs=1e-6)
+
+
+def test_recall_needs_no_data(alibi: Path, capsys: Capture) -> None:
+    assert run(alibi, "--what", "recall", "--lengths", "8,32", "--trials", 10) == 0
+    found = read(alibi, "recall")
+    assert (found["kind"], found["data"]) == ("recall", None)
+    assert [(row["distance"], row["trials"]) for row in found["rows"]] == [(8, 10), (32, 10)]
+    assert all(0 <= row["accuracy"] <= 1 for row in found["rows"])
+    assert "recall, 10 questions a distance" in capsys.readouterr().out
+
+
+def test_the_usual_lengths_are_those_that_fit(alibi: Path, learned: Path, data: str) -> None:
+    assert run(alibi, "--data", data, "--what", "distance", "--tokens", 64) == 0
+    assert [row["length"] for row in read(alibi, "distance")["rows"]] == [16, 32, 64, 128, 256]
+    assert run(learned, "--data", data, "--tokens", 64) == 0  # reach is left out, and so are positions it never saw
+    assert [row["length"] for row in read(learned, "resolution")["rows"]] == [16]
+    assert read(learned, "positions")["curse"] is None
+    assert not (learned / "analysis" / "reach.json").exists()
+
+
+def test_a_checkpoints_folder(alibi: Path, data: str) -> None:
+    first = alibi / "checkpoints" / "step-00000001"
+    assert run(first, "--data", data, "--what", "resolution", "--lengths", "16", "--tokens", 64) == 0
+    assert read(alibi, "resolution")["checkpoint"] == "step-00000001"
+
+
+def test_what_is_wrong_is_said(alibi: Path, learned: Path, data: str, tmp_path: Path) -> None:
+    def refused(*words: object) -> str:
+        with pytest.raises((ValueError, OSError)) as problem:
+            run(*words)
+        return str(problem.value)
+
+    some = (alibi, "--data", data)
+    said = refused(*some, "--what", "resolutoin")
+    assert said == (
+        "--what: expected of resolution, positions, reach, distance, recall, got 'resolutoin'; "
+        "did you mean 'resolution'?"
+    )
+    validation = len(Corpus.open(data)["validation"])
+    assert refused(*some, "--lengths", "16,5000") == (
+        f"--lengths: 5,000 is longer than the text: split 'validation' of {data} has {validation:,} tokens"
+    )
+    assert refused(*some, "--lengths", "1") == "--lengths: expected at least 2, got 1"
+    assert "--lengths: expected whole numbers" in refused(*some, "--lengths", "a")
+    assert refused(*some, "--tokens", "0") == "--tokens: expected a whole number of at least 1, got 0"
+    assert "did you mean 'validation'?" in refused(*some, "--split", "validatoin")
+    assert refused(learned, "--data", data, "--lengths", "16,17") == (
+        "--lengths: 17 tokens are beyond the 16 positions that this model has learned vectors for"
+    )
+    assert "--lengths: 17 tokens are beyond" in refused(learned, "--what", "recall", "--lengths", "15")
+    assert "got 'learned': nothing bounds how far" in refused(learned, "--data", data, "--what", "reach")
+    (tmp_path / "checkpoints").mkdir()
+    assert "checkpoint" in refused(tmp_path, "--data", data)
+    assert "no such folder" in refused(tmp_path / "nowhere", "--data", data)
+    assert "index.json: not there" in refused(alibi, "--data", tmp_path)
+    assert not (tmp_path / "analysis").exists()
+
+
+def test_results_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = analyse.write(tmp_path, "reach", {"rows": [1]})
+    monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        analyse.write(tmp_path, "reach", {"rows": [2]})
+    assert json.loads(path.read_text()) == {"rows": [1]}
+
+
+def test_help_has_every_name_and_an_example() -> None:
+    assert analyse.__doc__ is not None
+    assert all(re.search(rf"^  {name} ", analyse.__doc__, flags=re.MULTILINE) for name in analyse.NAMES)
+    assert "\n  lengthen analyse " in analyse.__doc__
+    assert set(analyse.TABLES) == set(analyse.NAMES)

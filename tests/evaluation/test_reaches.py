@@ -1,0 +1,56 @@
+"""Reach of a model's heads: the op's own bound, on the model's own queries and keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lengthen import Causal, Decay, Linear, ModelConfig, Table, Transformer, reach
+from lengthen.evaluation.capture import Call, each_layer
+from lengthen.evaluation.reaches import keys_read, of_model
+
+
+def small(positions: str, heads: int = 8) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(ModelConfig(258, layers=2, width=64, heads=heads, train_length=16, positions=positions))
+
+
+@pytest.mark.parametrize("positions", ["alibi", "rotary+alibi", "xpos+alibi"])
+def test_is_the_ops_reach(positions: str) -> None:
+    model, ids = small(positions), torch.randint(258, (3, 200))
+    calls: list[Call] = []
+    each_layer(model, ids, calls.append)
+    found = of_model(model, [ids[:1], ids[1:]])
+    assert found.reach.shape == found.share.shape == (2, 8)
+    for layer, call in enumerate(calls):
+        assert isinstance(call.bias, Linear)
+        far = reach(call.q, call.k, call.bias).double()
+        torch.testing.assert_close(found.reach[layer], far.mean((0, 2)), rtol=0.02, atol=0)  # each batch has its ball
+        matrix = 3 * 200 * 201 / 2
+        torch.testing.assert_close(found.share[layer], far.sum((0, 2)) / matrix, rtol=0.02, atol=0)
+    steep, flat = found.share[0, 0], found.share[0, -1]
+    assert 0 < steep < 0.5
+    assert flat == 1
+
+
+def test_longer_texts_read_a_smaller_share() -> None:
+    model = small("alibi")
+    short, long = (of_model(model, [torch.randint(258, (1, length))]) for length in (64, 512))
+    assert bool((long.share[:, 0] < short.share[:, 0] / 3).all())
+    assert bool((long.reach <= 513 / 2).all())
+
+
+@pytest.mark.parametrize("positions", ["rotary", "xpos", "t5", "none", "sinusoidal"])
+def test_other_methods_are_refused(positions: str) -> None:
+    with pytest.raises(ValueError, match=f"got '{positions}': nothing bounds how far its heads look"):
+        of_model(small(positions, heads=2), [torch.zeros(1, 4, dtype=torch.int64)])
+
+
+def test_calls_without_a_bound_are_refused() -> None:
+    q = torch.zeros(1, 2, 4, 4)
+    with pytest.raises(TypeError, match="bias: expected Linear"):
+        keys_read(Call(0, q, q, q, Table(torch.zeros(2, 4))))
+    with pytest.raises(ValueError, match="decay: expected none"):
+        keys_read(Call(0, q, q, q, Linear(torch.ones(2)), Decay(torch.full((4,), 0.9)), Causal()))
+    with pytest.raises(ValueError, match="at least one text"):
+        of_model(small("alibi"), [])
