@@ -55,8 +55,9 @@ def test_the_result_has_the_papers_shape(library: Corpus, tmp_path: Path) -> Non
 
 
 def test_a_demo_leaves_runs_and_a_page_and_the_same_numbers_for_the_same_seed(
-    library: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    library: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(demo, "ANALYSED", 1024)
     words = ["--methods", "alibi,xpos", "--steps", "2", "--tokens", "2048", "--data", str(library.directory)]
     numbers = []
     for name in ("one", "two"):
@@ -74,6 +75,8 @@ def test_a_demo_leaves_runs_and_a_page_and_the_same_numbers_for_the_same_seed(
     assert [one.loss for method in ("alibi", "xpos") for one in results.read(tmp_path / "one" / method).values()] == (
         numbers[0]
     )
+    assert main(["demo", "--out", str(tmp_path / "one"), *words[:3], "3", *words[4:]]) == 1
+    assert "holds a run with other settings (train.steps: 2 → 3); choose another --out" in capsys.readouterr().err
 
 
 def test_an_unknown_method_ends_it_before_anything_is_done(

@@ -82,17 +82,27 @@ def config_of(method: str, steps: int, seed: int) -> Config:
 
 
 def train_one(config: Config, corpus: Corpus, folder: Path, tell: Tell) -> None:
-    """Train one model, or go on."""
+    """Train one model, or go on; a folder with a run of other settings is refused."""
     import torch
 
     from lengthen.training import Watcher, train, world
+    from lengthen.training.config import differences, from_table
     from lengthen.training.log import Record
+    from lengthen.training.settings import read_toml
+
+    there = folder / "config.toml"
+    if there.exists():
+        changes = differences(from_table(read_toml(there), str(there)), config)
+        if changes:
+            raise FileExistsError(
+                f"{folder}: holds a run with other settings ({'; '.join(changes)}); choose another --out"
+            )
 
     total = config.train.steps * config.train.batch * config.model.train_length
 
     class Bar(Watcher):
         def stepped(self, record: Record) -> None:
-            tell(f"training, loss {record['loss']:.2f}", record["tokens"], total)
+            tell("training", record["tokens"], total)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with world(device) as here:
@@ -110,12 +120,13 @@ def evaluate_one(folder: Path, corpus: Corpus, tokens: int, tell: Tell) -> list[
     names = ["nonoverlapping", *(["blockwise"] if config.positions in BLOCKWISE else [])]
     base = config.train_length
     chosen = [protocol(name, base * times, base) for times in TIMES for name in names]
+    order = {one: number for number, one in enumerate(sorted(chosen, key=lambda one: (one.length, one.name)))}
     return evaluate(
         subject,
         corpus,
         chosen,
         tokens=tokens,
-        tell=lambda one, done, total: tell(f"reading {one.length:,}, {one.name}", done, total),
+        tell=lambda one, done, total: tell("reading", order[one] * total + done, len(order) * total),
     )
 
 
@@ -129,11 +140,13 @@ def analyse_one(folder: Path, corpus: Corpus, tell: Tell) -> None:
     options = argparse.Namespace(
         tokens=ANALYSED, split="validation", blockwise=config.positions in BLOCKWISE, block=None, stride=None
     )
-    for name, times in ANALYSES.items():
-        if (folder / "analysis" / f"{name}.json").exists() or (name == "reach" and config.positions != "alibi"):
-            continue
-        analysis = Analysis(subject, corpus, [config.train_length * factor for factor in times], options)
-        write(folder, name, header(name, subject, corpus) | getattr(analysis, name)(tell))
+    fitting = {name: times for name, times in ANALYSES.items() if name != "reach" or config.positions == "alibi"}
+    for number, (name, times) in enumerate(fitting.items(), 1):
+        if not (folder / "analysis" / f"{name}.json").exists():
+            analysis = Analysis(subject, corpus, [config.train_length * factor for factor in times], options)
+            found = getattr(analysis, name)(lambda stage, done, total: None)
+            write(folder, name, header(name, subject, corpus) | found)
+        tell("analysing", number * ANALYSED, len(fitting) * ANALYSED)
 
 
 def table(results: dict[str, list[Result]]) -> str:
