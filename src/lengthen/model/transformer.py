@@ -203,7 +203,8 @@ class Transformer(nn.Module):
             factors = decay.powers(length, length, 0, torch.promote_types(dtype, torch.float32))
             queries_at, keys_at = (rotation.scaled(queries_at, factor.squeeze(0)) for factor in factors)
             decay = None
-        in_halves = rotation is not None and rotation.pairs == "halves"
+        usual = rotation is not None and type(rotation).rotate is Rotation.rotate  # and not somebody's own
+        in_halves = usual and rotation is not None and rotation.pairs == "halves"
         angles = turned.tables(queries_at, keys_at) if in_halves else None
         return Pass(method, queries_at, keys_at, method.bias(max(length - 1, 0)), decay, mask, angles)
 
@@ -221,8 +222,8 @@ class Transformer(nn.Module):
             targets: what each place should predict, `[batch, length]`; −100 is not scored.
             mask: what each token sees; None: `Causal()` for a decoder, `Bidirectional()` for an encoder. Evaluation
                 beyond the training length may give `Blockwise(train_length // 2)`.
-            document_starts: `[batch, length]`, where the document of each token starts: documents do not see each
-            other.
+            document_starts: `[batch, length]`, where the document of each token starts: documents do not see one
+                another.
 
         Returns:
             Without targets, logits `[batch, length, vocabulary]`. With targets, the sum of the losses (a scalar, which
