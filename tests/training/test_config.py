@@ -20,7 +20,7 @@ from lengthen.training import config as configs
 from lengthen.training import settings
 from lengthen.training.config import Config, differences, find, from_table, load, presets
 
-NAMES = ("lex-medium", "small", "tiny", "wikitext103", "xl")
+NAMES = ("lex-medium", "recall", "small", "tiny", "wikitext103", "xl")
 MODEL: dict[str, Any] = {"vocab_size": 19, "layers": 2, "width": 24, "heads": 4, "train_length": 40}
 
 
@@ -71,6 +71,7 @@ def test_positions_of_the_presets() -> None:
         "tiny": "alibi",
         "small": "alibi",
         "lex-medium": "xpos",
+        "recall": "alibi",
         "wikitext103": "alibi",
         "xl": "alibi",
     }
@@ -180,7 +181,9 @@ def test_where_a_config_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "tiny.toml").write_text("")
     assert find("configs/tiny.toml") == Path("configs/tiny.toml")  # a file of one's own comes first
-    listed = r"expected a TOML file or one of the presets lex-medium, small, tiny, wikitext103, xl, got no such file"
+    listed = (
+        r"expected a TOML file or one of the presets lex-medium, recall, small, tiny, wikitext103, xl, got no such file"
+    )
     with pytest.raises(FileNotFoundError, match=rf"^tny: {listed}; did you mean 'tiny'\?$"):
         find("tny")
     with pytest.raises(FileNotFoundError, match=rf"^other/place.toml: {listed}$"):
