@@ -52,7 +52,7 @@ def corpora(arguments: argparse.Namespace, folder: Path) -> tuple[Corpus, dict[s
         folder / "train",
         tokenizer="bpe",
         vocab_size=arguments.vocabulary,
-        validation=0.01,
+        validation=0,
         **options,
     )
     tests = {}

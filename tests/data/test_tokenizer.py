@@ -13,7 +13,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lengthen.data import Corpus
+from lengthen.data import Corpus, prepare
 from lengthen.data import readers as readers_module
 from lengthen.data.readers import _cut
 from lengthen.data.tokenizer import ByteTokenizer
@@ -240,3 +240,16 @@ def test_a_vocabulary_that_does_not_fit(tmp_path: Path, make: Callable[..., Corp
     corpus = make(folder / "03.txt", tokenizer=path)
     assert corpus.index["dtype"] == "uint32"
     assert corpus.vocab_size == 65_537
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_another_text_in_the_tokens_of_a_corpus(tmp_path: Path, kind: str) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text(f"a text of its own, {name} and {name} again " * 30)
+    size = {"vocab_size": 300} if kind == "bpe" else {}
+    first = prepare(tmp_path / "one.txt", tmp_path / "first", tokenizer=kind, validation=0, **size)  # type: ignore[arg-type]
+    second = prepare(tmp_path / "two.txt", tmp_path / "second", tokenizer=tmp_path / "first", validation=0)
+    assert second.tokenizer_name == first.tokenizer_name
+    assert (second.vocab_size, second.end_id, second.mask_id) == (first.vocab_size, first.end_id, first.mask_id)
+    text = second["train"].read(0, len(second["train"]) - 1).tolist()
+    assert first.tokenizer().decode(text) == (tmp_path / "two.txt").read_text()

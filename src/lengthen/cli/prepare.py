@@ -34,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--out", required=True, metavar="DIR", help="the folder to make")
     words = parser.add_argument_group("tokens")
     words.add_argument(
-        "--tokenizer", default="bytes", metavar="NAME", help="bytes, bpe, or the path of a tokenizer.json (bytes)"
+        "--tokenizer",
+        default="bytes",
+        metavar="NAME",
+        help="bytes, bpe, the path of a tokenizer.json, or a prepared corpus whose tokenizer it shall be (bytes)",
     )
     words.add_argument("--vocab-size", type=int, metavar="N", help="ids of a BPE, special ones included (16384)")
     words.add_argument("--sample-bytes", type=int, metavar="N", help="text that a BPE is trained on (67108864)")

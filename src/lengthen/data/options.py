@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lengthen.attention.checks import describe, whole_number
-from lengthen.data.corpus import fitting_dtype, sha256_of
+from lengthen.data.corpus import INDEX, fitting_dtype, read_index, sha256_of
 from lengthen.data.readers import Reading
 from lengthen.data.sources import Source
 from lengthen.data.tokenizer import BYTE_VOCAB_SIZE, optional
@@ -88,6 +88,7 @@ def _tokenizer(
 ) -> tuple[str, Path | None]:
     if not isinstance(tokenizer, str | Path):
         raise TypeError(f"tokenizer: expected 'bytes', 'bpe' or a path, got {describe(tokenizer)}")
+    tokenizer = _of_corpus(Path(tokenizer)) or tokenizer
     if tokenizer != "bpe" and vocab_size is not None:
         raise ValueError(f"vocab_size: only tokenizer='bpe' has one to choose, got {vocab_size} for {str(tokenizer)!r}")
     if tokenizer in ("bytes", "bpe"):
@@ -101,8 +102,18 @@ def _tokenizer(
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         hint = nearest(str(tokenizer), ("bytes", "bpe"))
-        raise FileNotFoundError(f"tokenizer: expected 'bytes', 'bpe' or a tokenizer.json, got {str(tokenizer)!r}{hint}")
+        raise FileNotFoundError(
+            f"tokenizer: expected 'bytes', 'bpe', a tokenizer.json or a corpus, got {str(tokenizer)!r}{hint}"
+        )
     return "json", path
+
+
+def _of_corpus(folder: Path) -> str | Path | None:
+    """Return the tokenizer of a prepared corpus, if the folder is one: another text in the same tokens."""
+    if not (folder / INDEX).is_file():
+        return None
+    said = read_index(folder)["tokenizer"]
+    return folder / said["file"] if "file" in said else str(said["kind"])
 
 
 def _vocab_size(vocab_size: int | None, dtype: str | None) -> int:

@@ -123,7 +123,7 @@ def refuse_other_tokens(subject: Subject, corpus: Corpus) -> None:
     if trained is not None and trained != here:
         raise ValueError(
             f"--data: {corpus.directory} was made with another tokenizer ({here[:12]}) than the corpus that "
-            f"{subject.checkpoint.path} was trained on ({trained[:12]}); prepare it with --tokenizer and that corpus"
+            f"{subject.checkpoint.path} was trained on ({trained[:12]}); prepare it with `--tokenizer` and that corpus"
         )
 
 
