@@ -2,8 +2,9 @@
 
     python killing.py DATA OUT KILLS SEED
 
-Half of the kills come at a random moment; half strike the child just before its n-th fsync, rename or removal, which is
-where a checkpoint would be half-written if it could be. Prints a line a kill: how, and which checkpoints there are.
+Half of the kills come at a random moment, some steps on; half strike the child just before its n-th fsync, rename or
+removal, which is where a checkpoint would be half-written if it could be. Prints a line a kill: how, and which
+checkpoints there are. Nothing depends on how fast the machine is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from conftest import make_config
 from lengthen.data import Corpus
 from lengthen.training import World, train
 
-STEPS = 320
+STEPS = 400
 
 
 def config() -> Any:
@@ -53,14 +54,25 @@ def strike(at: int) -> None:
     shutil.rmtree = deadly(shutil.rmtree)
 
 
+def wait(path: Path, steps: int) -> None:
+    """Return when the log has grown by some lines: the child has begun, and taken some steps."""
+    before, deadline = None, time.monotonic() + 30
+    while time.monotonic() < deadline:
+        lines = path.read_bytes().count(b"\n") if path.exists() else 0
+        before = lines if before is None or lines < before else before  # a child that goes on drops what it does anew
+        if lines >= before + steps:
+            return
+        time.sleep(0.001)
+
+
 def main() -> None:
     data, out, kills, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
     draw = random.Random(seed)
     corpus = Corpus.open(data)
     for number in range(10 * kills):
-        at = draw.randint(1, 90) if number % 2 else None
-        delay = draw.uniform(0.05, 0.8)
+        at = draw.randint(1, 80) if number % 2 else None  # a checkpoint makes some sixteen such calls
+        steps, delay = draw.randint(1, 12), draw.uniform(0, 0.02)
         child = os.fork()
         if child == 0:
             if number < kills and at is not None:
@@ -68,12 +80,13 @@ def main() -> None:
             train(config(), corpus, out, World(0, 1, torch.device("cpu")))
             os._exit(0)
         if number < kills and at is None:
+            wait(out / "metrics.jsonl", steps)
             time.sleep(delay)
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
         there = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
-        print(json.dumps({"killed": killed, "at": at or delay, "there": there}), flush=True)
+        print(json.dumps({"killed": killed, "at": at or steps, "there": there}), flush=True)
         if not killed:
             sys.exit(os.waitstatus_to_exitcode(status))
 
