@@ -13,7 +13,7 @@ import pytest
 
 from lengthen.cli import analyse
 from lengthen.cli.main import main
-from lengthen.data import Corpus, prepare
+from lengthen.data import Corpus
 
 Capture = pytest.CaptureFixture[str]
 SMALL = {
@@ -28,16 +28,6 @@ SMALL = {
     "schedule.warmup": "2",
 }
 TINY = ["--device", "cpu", *(f"--{key}={value}" for key, value in SMALL.items())]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(20):
-        (folder / f"{number}.txt").write_text(f"Document {number}: " + "the sea, the ship, the whale. " * 10)
-    out = tmp_path_factory.mktemp("corpus")
-    prepare(folder, out, validation=0.3, processes=1)
-    return str(out)
 
 
 def trained(data: str, out: Path, *words: str) -> Path:

@@ -37,16 +37,6 @@ SMALL = {
 TINY = ["--device", "cpu", *(f"--{key}={value}" for key, value in SMALL.items())]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(20):
-        (folder / f"{number}.txt").write_text(f"Document {number}: " + "the sea, the ship, the whale. " * 10)
-    out = tmp_path_factory.mktemp("corpus")
-    prepare(folder, out, validation=0.3, processes=1)
-    return str(out)
-
-
 def records(out: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 

@@ -48,6 +48,13 @@ extreme = torch.tensor([[1e4, 0.0, -1e4], [-1e4, -1e4, -1e4], [torch.nan, 1.0, 2
 losses, _ = score(extreme, torch.tensor([2, 0, 1, 0]))
 assert losses[0] == 2e4 and abs(losses[1] - 1.0986123) < 1e-3 and losses[2:].isnan().all(), losses
 print("compared extremes")
+
+logits = torch.randn(4, 9)
+logits[3, 0] = torch.nan
+losses, d_logits = score(logits, torch.tensor([9, -1, 4, IGNORED]))
+assert losses[:2].isnan().all(), "a target that is no token went unnoticed"
+assert losses[2].isfinite() and losses[3] == 0 and not d_logits[3].any(), "an ignored row counts"
+print("compared odd targets")
 """
 
 
@@ -61,7 +68,7 @@ def test_the_interpreted_kernel_is_the_formula() -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("compared") == 7
+    assert done.stdout.count("compared") == 8
 
 
 @pytest.mark.gpu

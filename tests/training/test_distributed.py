@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -51,6 +52,17 @@ def test_two_processes_take_the_steps_of_one(runs: Path, run: str) -> None:
     assert len(expected) == WHOLE + 6
     assert list(got) == list(expected)
     torch.testing.assert_close([*got.values()], [*expected.values()], rtol=2e-5, atol=0)
+
+
+@pytest.mark.slow
+def test_each_mode_is_what_it_says(runs: Path) -> None:
+    parts = json.loads((runs / "parts.json").read_text())
+    whole = config("plain", "auto", WHOLE).model.parameters
+    assert parts["replicate"] == ["DistributedDataParallel", whole]
+    for mode in ("shard", "hybrid"):
+        name, held = parts[mode]
+        assert name == "FSDPTransformer"
+        assert whole / 2 <= held < 0.6 * whole  # a half, and what does not divide evenly
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 together.py DATA OUT
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import torch
 from conftest import make_config
 
 from lengthen.data import Corpus
+from lengthen.model import Transformer
 from lengthen.training import train, world
+from lengthen.training.parallel import spread
 
 HALF, WHOLE = 6, 12
 MODES = ("replicate", "shard", "hybrid")
@@ -35,6 +38,16 @@ def main() -> None:
     torch.set_num_threads(1)
     corpus, out = Corpus.open(sys.argv[1]), Path(sys.argv[2])
     with world("cpu") as here:
+        parts = {}  # what one process holds of the model in each mode, and as what
+        for mode in MODES:
+            core = Transformer(config("plain", mode, WHOLE).model)
+            model = spread(core, here, mode, torch.float32)
+            held = sum(
+                getattr(weight, "to_local", lambda weight=weight: weight)().numel() for weight in core.parameters()
+            )
+            parts[mode] = [type(model).__name__, held]
+        if here.first:
+            (out / "parts.json").write_text(json.dumps(parts))
         for kind in KINDS:
             train(config(kind, "replicate", WHOLE), corpus, out / f"{kind}-replicate", here)
         for mode in MODES[1:]:

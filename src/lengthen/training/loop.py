@@ -101,7 +101,9 @@ class _Run:
         self.log: Log | None = None
         if here.first:
             checkpoints.sweep(self.folder)
-            (out / "config.toml").write_text(settings.to_toml(config), encoding="utf-8")
+            partial = out / ".config.toml.partial"  # the old one stays until the new one is whole
+            partial.write_text(settings.to_toml(config), encoding="utf-8")
+            partial.replace(out / "config.toml")
             self.log = Log(out / "metrics.jsonl", after=self.step if self.resumed else -1)
             if config.log.tensorboard:
                 self.watchers = (*self.watchers, TensorBoard(out / "tensorboard"))
