@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from lengthen.attention import chunked, native, reference
+from lengthen.attention import chunked, kernels, native, reference
 from lengthen.attention.biases import Bias, Decay, Linear, Table
 from lengthen.attention.checks import describe, whole_number
 from lengthen.attention.masks import Causal, Mask
 from lengthen.attention.reach import default_tolerance
 
-BACKENDS = ("reference", "chunked", "native")
+BACKENDS = ("reference", "chunked", "native", "triton")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CAUSAL = Causal()
 
@@ -44,6 +43,7 @@ def attention(
     tolerance: float | None = ...,
     return_lse: Literal[False] = ...,
     backend: str | None = ...,
+    key_norm: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -59,6 +59,7 @@ def attention(
     *,
     return_lse: Literal[True],
     backend: str | None = ...,
+    key_norm: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
@@ -72,6 +73,7 @@ def attention(
     tolerance: float | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    key_norm: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return softmax(scale·q·k + bias(distance)) · v over the keys that `mask` lets each query see.
 
@@ -88,7 +90,9 @@ def attention(
         tolerance: the share of a row's softmax mass that `Linear` may leave unread (see `lengthen.reach`).
             None: half a unit in the last place of the output's dtype; 0 reads everything.
         return_lse: return (out, lse) with lse `[batch, heads, queries]`, as `merge` takes them.
-        backend: "reference", "chunked" or "native" forces one; None picks.
+        backend: "reference", "chunked", "native" or "triton" forces one; None picks.
+        key_norm: a number that no key's norm is above, float32 `[batch, key_heads]`, where one is kept (a cache keeps it
+            as it grows). With it the GPU kernels need not look at far keys to know that they may leave them unread.
 
     Returns:
         out `[batch, heads, queries, value width]` in q's dtype. A query that sees no key gives 0 and lse −∞.
@@ -99,16 +103,22 @@ def attention(
         >>> lengthen.attention(q, k, v, bias=lengthen.Linear(lengthen.alibi_slopes(8))).shape
         torch.Size([1, 8, 1024, 64])
     """
-    attend: Callable[..., tuple[Tensor, Tensor | None]] = _attend
     if torch.compiler.is_compiling():
         if backend is None and isinstance(mask, Mask):
-            settled = check_call(q, k, v, bias, decay, mask, scale, q_start, tolerance)
+            settled = check_call(q, k, v, bias, decay, mask, scale, q_start, tolerance, key_norm)
             if native.traceable(q, k, v, bias, decay, mask, settled.q_start, return_lse):
                 return native.attention(q, k, v, bias, decay, mask, settled.scale, settled.q_start)
+            if not kernels.unfit(q, v, decay, mask):
+                out, lse = kernels.attention(
+                    q, k, v, bias, mask, settled.scale, settled.q_start, settled.tolerance, key_norm
+                )
+                return (out, lse) if return_lse else out
         # How far to read depends on the data, so torch.compile works around other calls. (As a decorator, `disable`
         # would load the compiler with the package, and double the time that its import takes.)
         attend = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
-    out, lse = attend(q, k, v, bias, decay, mask, scale, q_start, tolerance, return_lse, backend)
+    else:
+        attend = _attend
+    out, lse = attend(q, k, v, bias, decay, mask, scale, q_start, tolerance, return_lse, backend, key_norm)
     return (out, lse) if return_lse and lse is not None else out
 
 
@@ -124,23 +134,55 @@ def _attend(
     tolerance: float | None,
     return_lse: bool,
     backend: str | None,
+    key_norm: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    settled = check_call(q, k, v, bias, decay, mask, scale, q_start, tolerance)
+    settled = check_call(q, k, v, bias, decay, mask, scale, q_start, tolerance, key_norm)
     call = (q, k, v, bias, decay, mask, settled.scale, settled.q_start)
-    if backend is not None and backend not in BACKENDS:
+    if backend is None and q.device.type == "cuda":
+        backend = _on_gpu(q, k, v, bias, decay, mask, settled.q_start, return_lse)
+    elif backend is not None and backend not in BACKENDS:
         near = difflib.get_close_matches(str(backend), BACKENDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}{hint}")
+    if backend == "triton":
+        if reason := kernels.unfit(q, v, decay, mask):
+            raise ValueError(f"backend: 'triton' cannot do this call: {reason}")
+        return kernels.attention(q, k, v, bias, mask, settled.scale, settled.q_start, settled.tolerance, key_norm)
     # Scores, distances and sums stay in float32 and more: autocast would put them into 16 bits.
     with torch.autocast(q.device.type, enabled=False):
         if backend == "reference":
             return reference.attention(*call)
+        if backend == "torch":
+            return native.attention(*call), None
         reason = native.unfit(*call, return_lse=return_lse, by_choice=backend is None) if backend != "chunked" else "-"
         if backend == "native" and reason:
             raise ValueError(f"backend: 'native' cannot do this call exactly: {reason}")
         if not reason:
             return native.attention(*call), None
         return chunked.attention(*call, tolerance=settled.tolerance)
+
+
+def _on_gpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | None,
+    decay: Decay | None,
+    mask: Mask,
+    q_start: int,
+    return_lse: bool,
+) -> str | None:
+    """Return the backend for a call on a GPU, where looking at values would have the CPU wait; None: as elsewhere.
+
+    Torch's own attention takes what it can, so that there, as under torch.compile, a key or value that is NaN may reach
+    queries that do not see it.
+    """
+    if decay is None and q.dtype != torch.float64:
+        if native.traceable(q, k, v, bias, decay, mask, q_start, return_lse) and q.numel():
+            return "torch"
+        if not kernels.unfit(q, v, decay, mask):
+            return "triton"
+    return None
 
 
 def check_call(
@@ -153,6 +195,7 @@ def check_call(
     scale: float | None,
     q_start: int | None,
     tolerance: float | None,
+    key_norm: Tensor | None = None,
 ) -> Settled:
     """Refuse what does not fit together, by name, and fill in the defaults."""
     _check_tensors(q, k, v)
@@ -186,7 +229,19 @@ def check_call(
             raise ValueError(
                 f"decay.rates: expected [{head_dim}] or [{heads}, {head_dim}], got {describe(decay.rates)}"
             )
+    if key_norm is not None:
+        _check_key_norm(key_norm, q, k)
     return Settled(float(scale), q_start, float(tolerance))
+
+
+def _check_key_norm(key_norm: object, q: Tensor, k: Tensor) -> None:
+    if not isinstance(key_norm, Tensor):
+        raise TypeError(f"key_norm: expected a tensor, got {describe(key_norm)}")
+    if key_norm.dtype != torch.float32 or key_norm.shape != k.shape[:2]:
+        raise ValueError(
+            f"key_norm: expected a torch.float32 tensor of shape {list(k.shape[:2])}, got {describe(key_norm)}"
+        )
+    _like_q("key_norm", key_norm, q)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

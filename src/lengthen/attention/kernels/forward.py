@@ -1,0 +1,248 @@
+"""The forward: a block of queries reads its keys from the diagonal outwards, and stops where reach says that it may.
+
+A program holds a block of queries of one head. The keys that only some of them see (at the diagonal, at a window's far
+edge) are read with a mask, those between without one. With ALiBi the program asks after every few blocks how far back
+anything can still matter (reach.py has the proof) and ends its loop there; nothing outside the kernel has to know.
+What it read is noted for the backward.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lengthen.attention.kernels.tile import (
+    BLOCKWISE,
+    CAUSAL,
+    FULL,
+    LINEAR,
+    LISTED,
+    LOG2E,
+    WINDOW,
+    above,
+    below,
+    interval,
+    load,
+    row_term,
+    scores,
+    visible_to_all,
+)
+
+FIRST_STEP = tl.constexpr(128)  # keys read before reach is asked again: then twice as many, and so on,
+LAST_STEP = tl.constexpr(1024)  # up to this many
+# Where reach knows from how long keys are: it does not ask, a pass over them (ball.py), or the caller's word.
+NO_REACH = tl.constexpr(0)
+MEASURED = tl.constexpr(1)
+GIVEN = tl.constexpr(2)
+SLACK = tl.constexpr(1e-5)  # by which norms are widened for what their own rounding may hide
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def absorb(  # type: ignore[no-untyped-def]
+    acc, total, top, q, k, v, kl, vl, lo, hi, keys, position, begin, end, scale, slope, ahead, table, here,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr,
+    BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Read the keys [lo, hi) into a running softmax: Σ weight·v, Σ weight, and the score whose weight is 1."""
+    for start in tl.range(lo, hi, N):
+        start = tl.multiple_of(start, N)
+        key = start + tl.arange(0, N)
+        base_k, base_v = k + start.to(tl.int64) * kl, v + start.to(tl.int64) * vl
+        keys_here = load(base_k, tl.arange(0, N), kl, D, keys - start, WIDTH, MASKED)
+        product = tl.dot(q, tl.trans(keys_here), input_precision=PRECISION)
+        score = scores(
+            product, position[:, None], key[None, :], begin[:, None], end[:, None], scale, slope, ahead, table, here,
+            MASKED, BIAS, TWO_SIDED,
+        )  # fmt: skip
+        highest = tl.maximum(top, tl.max(score, 1))
+        unit = tl.where(highest == float("-inf"), 0.0, highest)
+        weight = tl.exp2(score - unit[:, None])
+        fade = tl.exp2(top - unit)
+        total = total * fade + tl.sum(weight, 1)
+        acc = acc * fade[:, None]
+        values = load(base_v, tl.arange(0, N), vl, DV, keys - start, VALUES, MASKED)
+        acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
+        top = highest
+    return acc, total, top
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def reach(top, total, bound, rest, slope, unread_side):  # type: ignore[no-untyped-def]
+    """Return how far from `here` each query's keys may be left unread; −∞ where nothing may.
+
+    bound is the highest score that any key can have plus what tolerance and the geometric series ask for, rest the
+    query's own place and what `scores` left out of its row.
+    """
+    far = (bound + rest - (top + tl.log2(total))) / slope
+    place = tl.where(unread_side, float("inf"), -far)
+    return tl.where(place == place, place, float("-inf"))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def forward(  # type: ignore[no-untyped-def]
+    q, k, v, out, lse, spans, notes, slopes, slopes_ahead, table, first, last, centre, key_norm,
+    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, table_stride, mask_stride,
+    batch, heads, group, queries, keys, blocks, q_start, size, scale, tolerance,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, REACH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write out, lse and the keys that each block of queries read."""
+    radius = notes
+    far = radius + batch * (heads // group)
+    odd = far + 2 * batch * heads
+    order = odd + 1
+    program = tl.program_id(0)
+    block = blocks - 1 - program % blocks
+    b = program // blocks % batch
+    h = heads - 1 - program // (blocks * batch)
+    if REACH == MEASURED:
+        h = tl.load(order + program // (blocks * batch))
+    of_head = b * heads + h
+    of_keys = b * (heads // group) + h // group
+    q += b.to(tl.int64) * qb + h.to(tl.int64) * qh
+    k += b.to(tl.int64) * kb + (h // group).to(tl.int64) * kh
+    v += b.to(tl.int64) * vb + (h // group).to(tl.int64) * vh
+
+    row = tl.minimum(block * M + tl.arange(0, M), queries - 1)  # rows past the end repeat the last
+    position = row + q_start
+    begin, end = interval(row, position, first + b * mask_stride, last + b * mask_stride, keys, size, MASK)
+    lo, hi, full_lo, full_hi = visible_to_all(begin, end, N)
+    queries_here = load(q, row.to(tl.int64), ql, D, queries, WIDTH, False)
+    scale2 = scale * LOG2E
+    slope, ahead = 0.0, 0.0
+    if BIAS == LINEAR:
+        slope = tl.load(slopes + h).to(tl.float32) * LOG2E
+        ahead = tl.load(slopes_ahead + h).to(tl.float32) * LOG2E
+    table += h.to(tl.int64) * table_stride
+    here = q_start + block * M
+
+    acc = tl.zeros([M, VALUES], tl.float32)
+    total = tl.zeros([M], tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
+
+    if REACH != NO_REACH:
+        wide = queries_here.to(tl.float32)
+        length = tl.sqrt(tl.sum(wide * wide, 1)) * (1 + SLACK)
+        if REACH == GIVEN:
+            bound = tl.abs(scale2) * length * tl.load(key_norm + of_keys) - tl.log2(tolerance)
+        else:
+            feature = tl.arange(0, WIDTH)
+            middle = tl.load(centre + of_keys * D + feature, mask=feature < D, other=0.0)
+            ball = tl.sqrt(tl.load(radius + of_keys).to(tl.float32, bitcast=True))
+            ball += SLACK * (ball + tl.sqrt(tl.sum(middle * middle, 0)))
+            bound = scale2 * tl.sum(wide * middle[None, :], 1) + tl.abs(scale2) * length * ball - tl.log2(tolerance)
+        offset = (position - here).to(tl.float32)
+
+    if REACH != NO_REACH and TWO_SIDED:
+        near_lo = tl.minimum(tl.maximum(below(tl.maximum(here, 0), N), lo), above(hi, N))
+        near_hi = tl.maximum(tl.minimum(here + M, hi), near_lo)
+        acc, total, top = absorb(
+            acc, total, top, queries_here, k, v, kl, vl, near_lo, near_hi, keys, position, begin, end,
+            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, PRECISION,
+        )  # fmt: skip
+        near_hi = tl.minimum(above(near_hi, N), above(hi, N))
+        behind = bound - tl.log2(one_less_exp(slope))
+        step = here * 0 + FIRST_STEP
+        low = lo
+        while near_lo > low:
+            place = reach(top, total, behind, -offset * slope, slope, begin >= near_lo)
+            low = tl.maximum(low, lowest(place, here, lo, near_lo, N))
+            start = tl.maximum(low, near_lo - step)
+            acc, total, top = absorb(
+                acc, total, top, queries_here, k, v, kl, vl, start, near_lo, keys, position, begin, end,
+                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, PRECISION,
+            )  # fmt: skip
+            near_lo = start
+            step = tl.minimum(step * 2, LAST_STEP)
+        onward = bound - tl.log2(one_less_exp(ahead))
+        step = here * 0 + FIRST_STEP
+        high = hi
+        while near_hi < high:
+            place = reach(top, total, onward, offset * ahead, ahead, end < near_hi)
+            high = tl.minimum(high, highest_needed(place, here, near_hi, hi))
+            stop = tl.minimum(high, near_hi + step)
+            acc, total, top = absorb(
+                acc, total, top, queries_here, k, v, kl, vl, near_hi, stop, keys, position, begin, end,
+                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, PRECISION,
+            )  # fmt: skip
+            near_hi = tl.maximum(above(stop, N), near_hi)
+            step = tl.minimum(step * 2, LAST_STEP)
+        lo, hi = near_lo, tl.minimum(near_hi, hi)
+    else:
+        acc, total, top = absorb(
+            acc, total, top, queries_here, k, v, kl, vl, full_hi, hi, keys, position, begin, end,
+            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, PRECISION,
+        )  # fmt: skip
+        if REACH != NO_REACH:
+            behind = bound - tl.log2(one_less_exp(slope))
+            unread = full_hi
+            low = lo
+            step = here * 0 + FIRST_STEP
+            if unread > lo:
+                place = reach(top, total, behind, 0.0 * offset, slope, begin >= unread)
+                low = lowest(place, here, lo, unread, N)
+            while unread > tl.maximum(low, full_lo):
+                start = tl.maximum(tl.maximum(low, full_lo), unread - step)
+                acc, total, top = absorb(
+                    acc, total, top, queries_here, k, v, kl, vl, start, unread, keys, position, begin, end,
+                    scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, PRECISION,
+                )  # fmt: skip
+                unread = start
+                step = tl.minimum(step * 2, LAST_STEP)
+                if unread > low:
+                    place = reach(top, total, behind, 0.0 * offset, slope, begin >= unread)
+                    low = tl.maximum(low, lowest(place, here, lo, unread, N))
+            lo = tl.minimum(low, unread)
+        else:
+            acc, total, top = absorb(
+                acc, total, top, queries_here, k, v, kl, vl, full_lo, full_hi, keys, position, begin, end,
+                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, PRECISION,
+            )  # fmt: skip
+        if MASK != CAUSAL and MASK != FULL:
+            acc, total, top = absorb(
+                acc, total, top, queries_here, k, v, kl, vl, lo, full_lo, keys, position, begin, end,
+                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, PRECISION,
+            )  # fmt: skip
+
+    result = acc / tl.where(total == 0, 1.0, total)[:, None]
+    log_sum = top + tl.log2(total) - row_term(position, here, slope, BIAS, TWO_SIDED)
+    log_sum = tl.where(top == float("inf"), top, log_sum) / LOG2E
+    log_sum = tl.where(total == 0, float("-inf"), log_sum)
+    actual = block * M + tl.arange(0, M)
+    feature = tl.arange(0, VALUES)
+    place = out + b.to(tl.int64) * ob + h.to(tl.int64) * oh + actual[:, None].to(tl.int64) * ol + feature[None, :]
+    inside = (actual[:, None] < queries) & (feature[None, :] < DV)
+    tl.store(place, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + of_head.to(tl.int64) * queries + actual, log_sum, mask=actual < queries)
+
+    tl.store(spans + of_head * blocks + block, lo)
+    tl.store(spans + (batch * heads + of_head) * blocks + block, hi)
+    tl.atomic_max(far + 2 * of_head, here + M - lo)
+    tl.atomic_max(far + 2 * of_head + 1, hi - here)
+    # A value that is not finite shows in what its own block reads: then `repair` does the whole call again.
+    strange = tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0)
+    if strange > 0:
+        tl.store(odd, 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def one_less_exp(slope2):  # type: ignore[no-untyped-def]
+    """Return 1 − e^(−m), or a little less, for a slope in units of log 2."""
+    m = slope2 / LOG2E
+    return tl.where(m < 0.5, m - 0.5 * m * m, 1.0 - tl.exp2(-slope2))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def lowest(place, here, lo, unread, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the block that reading may end at, between lo and unread; one key more makes up for rounding."""
+    low = tl.floor(tl.maximum(tl.min(place, 0) - 1.0, (lo - here).to(tl.float32)))
+    low = tl.minimum(low, (unread - here).to(tl.float32))
+    return tl.maximum(below(tl.maximum(here + low.to(tl.int32), 0), N), lo)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def highest_needed(place, here, unread, hi):  # type: ignore[no-untyped-def]
+    """Return the key that reading ahead may end at (exclusive), between unread and hi."""
+    high = tl.minimum(-tl.min(place, 0) + 2.0, (hi - here).to(tl.float32))
+    high = tl.maximum(high, (unread - here).to(tl.float32))
+    return here + tl.ceil(high).to(tl.int32)

@@ -1,0 +1,64 @@
+"""Block shapes, warps and pipeline stages for each kernel, as measured on an NVIDIA H200; and when reach pays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+SHORT = 512  # up to this many keys, the pass over them that reach needs costs more than it saves
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a kernel cuts its work."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+    @staticmethod
+    def of(kernel: str, head_dim: int, value_dim: int, dtype: torch.dtype) -> Shape:
+        """Return the shape for this kernel and these widths."""
+        width = max(head_dim, value_dim)
+        size = 64 if width <= 64 else 128 if width <= 128 else 256
+        return SHAPES[(kernel, size, dtype.itemsize)]
+
+
+SHAPES = {
+    ("forward", 64, 2): Shape(128, 64, 4, 3),
+    ("forward", 128, 2): Shape(128, 64, 8, 3),
+    ("forward", 256, 2): Shape(64, 32, 8, 2),
+    ("of_queries", 64, 2): Shape(128, 64, 8, 3),
+    ("of_queries", 128, 2): Shape(64, 64, 4, 2),
+    ("of_queries", 256, 2): Shape(32, 32, 4, 2),
+    ("of_keys", 64, 2): Shape(64, 128, 8, 3),
+    ("of_keys", 128, 2): Shape(64, 64, 8, 2),
+    ("of_keys", 256, 2): Shape(32, 32, 4, 2),
+    ("of_table", 64, 2): Shape(128, 128, 8, 2),
+    ("of_table", 128, 2): Shape(64, 64, 8, 2),
+    ("of_table", 256, 2): Shape(32, 32, 4, 1),
+    ("forward", 64, 4): Shape(64, 32, 4, 2),
+    ("forward", 128, 4): Shape(32, 32, 4, 2),
+    ("forward", 256, 4): Shape(32, 16, 4, 1),
+    ("of_queries", 64, 4): Shape(32, 32, 4, 1),
+    ("of_queries", 128, 4): Shape(32, 16, 4, 1),
+    ("of_queries", 256, 4): Shape(16, 16, 4, 1),
+    ("of_keys", 64, 4): Shape(32, 32, 4, 1),
+    ("of_keys", 128, 4): Shape(16, 32, 4, 1),
+    ("of_keys", 256, 4): Shape(16, 16, 4, 1),
+    ("of_table", 64, 4): Shape(32, 32, 4, 1),
+    ("of_table", 128, 4): Shape(32, 32, 4, 1),
+    ("of_table", 256, 4): Shape(16, 16, 4, 1),
+}
+
+
+def span(head_dim: int, value_dim: int, dtype: torch.dtype) -> int:
+    """Return how many queries of the forward share an interval of keys; the backward's blocks divide it."""
+    return Shape.of("forward", head_dim, value_dim, dtype).queries
+
+
+def uses_reach(tolerance: float, keys: int, given: bool) -> bool:
+    """Return whether a call with slopes asks how far each block of queries must read."""
+    return tolerance > 0 and (given or keys > SHORT)

@@ -1,0 +1,116 @@
+"""What every kernel shares: which keys a query sees, and the scores of a tile of queries and keys.
+
+Scores are held in units of log 2, since a GPU has exp2 and no exp. A tile may be [queries, keys] or [keys, queries]:
+positions and keys come in as a column and a row, whichever way round.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Which keys a query sees. LISTED: two numbers a query, from memory (padded and packed sequences).
+CAUSAL = tl.constexpr(0)
+WINDOW = tl.constexpr(1)
+BLOCKWISE = tl.constexpr(2)
+FULL = tl.constexpr(3)
+LISTED = tl.constexpr(4)
+
+# What a score gets added.
+NONE = tl.constexpr(0)
+LINEAR = tl.constexpr(1)
+TABLE = tl.constexpr(2)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def interval(row, position, first, last, keys, size, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the first and the last key that queries see, as `Mask.interval` does."""
+    if MASK == LISTED:
+        return tl.load(first + row), tl.load(last + row)
+    begin = position * 0
+    end = tl.minimum(position, keys - 1)
+    if MASK == WINDOW:
+        begin = tl.maximum(position - size + 1, 0)
+    if MASK == BLOCKWISE:
+        begin = tl.maximum((position // size - 1) * size, 0)
+    if MASK == FULL:
+        end = begin + (keys - 1)
+    return begin, end
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scores(  # type: ignore[no-untyped-def]
+    product, position, key, first, last, scale, slope, ahead, table, here,
+    MASKED: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr,
+):  # fmt: skip
+    """Return the scores of a tile from q·k; hidden ones are −∞ where MASKED.
+
+    With keys behind the query alone, ALiBi's bias is a number a key, slope·(key − here): what it lacks, −slope·(position
+    − here), is the same along a row, and `row_term` adds it to the log-sum-exp.
+    """
+    score = product * scale
+    if BIAS == LINEAR:
+        if TWO_SIDED:
+            distance = (position - key).to(tl.float32)
+            score += tl.where(distance >= 0, -slope * distance, ahead * distance)
+        else:
+            score += slope * (key - here).to(tl.float32)
+    if BIAS == TABLE:
+        if MASKED:
+            score += tl.load(table + (position - key), mask=(key >= first) & (key <= last), other=0.0)
+        else:
+            score += tl.load(table + (position - key))
+    if MASKED:
+        score = tl.where((key >= first) & (key <= last), score, float("-inf"))
+    return score
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def row_term(position, here, slope, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return what `scores` left out of a row, with its sign turned."""
+    if BIAS == LINEAR and not TWO_SIDED:
+        return slope * (position - here).to(tl.float32)
+    return position.to(tl.float32) * 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def below(x, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the multiple of N at or below x, for x of at least 0."""
+    return x // N * N
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def above(x, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the multiple of N at or above x, for x of at least 0."""
+    return (x + (N - 1)) // N * N
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load(base, row, stride, width, rows, WIDTH: tl.constexpr, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return rows `[rows, WIDTH]` of a matrix; 0 past its width, and where MASKED past its end."""
+    feature = tl.arange(0, WIDTH)
+    place = base + row[:, None] * stride + feature[None, :]
+    if MASKED:
+        return tl.load(place, mask=(row[:, None] < rows) & (feature[None, :] < width), other=0.0)
+    if width == WIDTH:
+        return tl.load(place)
+    return tl.load(place, mask=feature[None, :] < width, other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def visible_to_all(begin, end, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the keys that some query of a block sees, and those that all see, cut to whole blocks of N keys.
+
+    As [lo, hi) and inside it [full_lo, full_hi), all but hi multiples of N.
+    """
+    some = begin <= end
+    lo = tl.min(tl.where(some, begin, 1 << 30), 0)
+    hi = tl.max(tl.where(some, end + 1, 0), 0)
+    lo = below(tl.minimum(lo, hi), N)
+    full_lo = above(tl.max(begin, 0), N)
+    full_hi = below(tl.maximum(tl.min(end, 0) + 1, 0), N)
+    full_hi = tl.maximum(full_hi, lo)
+    full_lo = tl.minimum(tl.maximum(full_lo, lo), full_hi)
+    return lo, hi, full_lo, full_hi
