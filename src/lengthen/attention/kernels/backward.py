@@ -64,7 +64,7 @@ def pull_queries(  # type: ignore[no-untyped-def]
 def of_queries(  # type: ignore[no-untyped-def]
     q, k, v, out, lse, d_out, d_lse, d_q, shares, d_slopes, spans, notes, slopes, slopes_ahead, table, first, last,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, gb, gh, gl, db, dh, dl, table_stride, mask_stride,
-    batch, heads, group, queries, keys, blocks, q_start, size, scale, span_blocks,
+    batch, heads, group, queries, keys, blocks, q_start, size, span_blocks, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SPAN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, SLOPES: tl.constexpr,
     ORDERED: tl.constexpr, LSE: tl.constexpr, PRECISION: tl.constexpr,
@@ -184,7 +184,7 @@ def pull_keys(  # type: ignore[no-untyped-def]
 def of_keys(  # type: ignore[no-untyped-def]
     q, k, v, lse, d_out, shares, d_k, d_v, spans, notes, slopes, slopes_ahead, table, first, last,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, gb, gh, gl, dkb, dkh, dkl, dvb, dvh, dvl, table_stride, mask_stride,
-    batch, heads, group, queries, keys, blocks, q_start, size, scale, span_blocks,
+    batch, heads, group, queries, keys, blocks, q_start, size, span_blocks, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SPAN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, ORDERED: tl.constexpr,
     PRECISION: tl.constexpr,

@@ -1,183 +1,200 @@
-"""Grids, block shapes and arguments: between the registered op and the kernels."""
+"""Grids, block shapes and arguments: between the registered ops and the kernels."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from lengthen.attention.kernels import backward, ball, forward, repair, table
-from lengthen.attention.kernels.shapes import Shape, span, uses_reach
+from lengthen.attention.kernels import backward, ball, forward, repair, shapes, table
+from lengthen.attention.kernels.launcher import Launcher
+from lengthen.attention.kernels.shapes import Shape
 
 NO_REACH, MEASURED, GIVEN = 0, 1, 2
 NONE, LINEAR, TABLE = 0, 1, 2
+LOG2E = math.log2(math.e)
 BALL_ROWS, BALL_KEYS = 64, 512  # keys that a program of the pass over them loads at once, and takes in all
-REPAIRERS = 264  # programs of the repair, which end at once unless there is something to repair
+REPAIRED, REPAIRERS = 32, 264  # rows of the repair's blocks, and its programs, which mostly end at once
+PROGRAMS = 1024  # of the pass for a table's gradient: enough to fill a GPU
+
+_ball, _forward, _repair = Launcher(ball.ball), Launcher(forward.forward), Launcher(repair.repair)
+_of_queries, _of_keys = Launcher(backward.of_queries), Launcher(backward.of_keys)
+_gather, _fold = Launcher(table.gather), Launcher(table.fold)
 
 
-@dataclass(eq=False)
 class Call:
-    """The arguments that all kernels of a call take, ready to be passed on."""
+    """What all kernels of a call take, in the order in which they take it."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    behind: Tensor | None
-    ahead: Tensor | None
-    first: Tensor | None
-    last: Tensor | None
-    key_norm: Tensor | None
-    mask: int
-    size: int
-    linear: bool
-    two_sided: bool
-    scale: float
-    q_start: int
-    tolerance: float
-
-    def __post_init__(self) -> None:
-        self.batch, self.heads, self.queries, self.head_dim = self.q.shape
-        self.key_heads, self.keys, self.value_dim = self.k.shape[1], self.k.shape[2], self.v.shape[3]
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        behind: Tensor | None,
+        ahead: Tensor | None,
+        first: Tensor | None,
+        last: Tensor | None,
+        mask: int,
+        size: int,
+        linear: bool,
+        two_sided: bool,
+        scale: float,
+        q_start: int,
+        tolerance: float,
+    ) -> None:
+        self.q, self.k, self.v, self.behind, self.ahead = q, k, v, behind, ahead
+        self.batch, self.heads, self.queries, head_dim = q.shape
+        self.key_heads, self.keys, value_dim = k.shape[1], k.shape[2], v.shape[3]
         self.group = self.heads // self.key_heads
-        self.bias = NONE if self.behind is None else LINEAR if self.linear else TABLE
-        self.slopes = self.slopes_ahead = self.table = self.q
-        self.table_zero = self.table_stride = 0
-        if self.behind is not None and self.linear:
-            self.slopes = self.behind.float()
-            self.slopes_ahead = self.slopes if self.ahead is None else self.ahead.float()
-        elif self.behind is not None:
-            self.table, self.table_zero = joined(self.behind, self.ahead, self.two_sided)
-            self.table_stride = self.table.shape[1]
-        self.mask_stride = self.queries if self.first is not None and self.first.shape[0] > 1 else 0
+        self.mask, self.size, self.linear, self.two_sided = mask, size, linear, two_sided
+        self.scale, self.q_start, self.tolerance = scale, q_start, tolerance
+        self.bias = NONE if behind is None else LINEAR if linear else TABLE
+        slopes = slopes_ahead = joined = q  # pointers that no kernel reads where it does not ask for them
+        self.table_stride = 0
+        if behind is not None and linear:
+            slopes = behind.float()
+            slopes_ahead = slopes if ahead is None else ahead.float()
+        elif behind is not None:
+            joined, zero = _joined(behind, ahead, two_sided)
+            self.table_stride = joined.shape[1]
+            joined = joined[0, zero:]
+        self.slopes = slopes
+        self.biases = (slopes, slopes_ahead, joined, q if first is None else first, q if last is None else last)
+        self.mask_stride = self.queries if first is not None and first.shape[0] > 1 else 0
+        self.widths = (head_dim, value_dim, _block(head_dim), _block(value_dim))
+        self.rows = shapes.span(head_dim, value_dim, q.dtype)  # of the forward's blocks
 
-    @property
-    def widths(self) -> dict[str, Any]:
-        """How wide keys and values are, and the blocks that hold them."""
-        return {
-            "D": self.head_dim,
-            "DV": self.value_dim,
-            "WIDTH": max(16, triton.next_power_of_2(self.head_dim)),
-            "VALUES": max(16, triton.next_power_of_2(self.value_dim)),
-        }
+    def shape(self, kernel: str) -> Shape:
+        """Return how this kernel cuts its work."""
+        return Shape.of(kernel, self.widths[0], self.widths[1], self.q.dtype)
 
-    @property
-    def biases(self) -> tuple[Any, ...]:
-        """Slopes, table, and the mask's numbers: pointers that no kernel reads where it does not ask for them."""
-        table = self.table if self.bias != TABLE else self.table[0, self.table_zero :]
-        none = self.q
-        return (
-            self.slopes,
-            self.slopes_ahead,
-            table,
-            none if self.first is None else self.first,
-            none if self.last is None else self.last,
-        )
+    def sizes(self, blocks: int) -> tuple[int, ...]:
+        """Return the numbers that every kernel takes, for one that has so many blocks."""
+        return (self.batch, self.heads, self.group, self.queries, self.keys, blocks, self.q_start, self.size)
 
     @property
     def precision(self) -> str:
         """How float32 products are computed: in full, unless torch was told otherwise."""
-        if self.q.dtype != torch.float32:
-            return "tf32"  # not asked: 16-bit products are exact
-        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+        return "tf32" if self.q.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
-    def notes(self, empty: bool = False) -> Tensor:
-        """Return room for what programs tell each other: radius, farthest, oddity, order; see forward.py."""
-        size = self.batch * self.key_heads + 2 * self.batch * self.heads + 1 + self.heads
-        return self.q.new_empty(size, dtype=torch.int32) if empty else self.q.new_zeros(size, dtype=torch.int32)
+    def measures(self, given: bool) -> bool:
+        """Return whether the forward has a pass over the keys before it."""
+        return self.linear and not given and shapes.uses_reach(self.tolerance, self.keys, given)
 
 
-def strides(x: Tensor) -> tuple[int, int, int]:
+def _block(width: int) -> int:
+    """Return the power of two that holds a width; a matrix product needs 16 at least."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
     """Return the strides of a batch, a head and a row."""
-    return x.stride(0), x.stride(1), x.stride(2)
+    return x.stride()[:3]
 
 
-def joined(behind: Tensor, ahead: Tensor | None, two_sided: bool) -> tuple[Tensor, int]:
+def _joined(behind: Tensor, ahead: Tensor | None, two_sided: bool) -> tuple[Tensor, int]:
     """Return a table of both sides in float32 and units of log 2, `[heads, …]`, and where its distance 0 is."""
     behind = behind.float()
-    if two_sided:
-        other = behind if ahead is None else ahead.float()
-        return torch.cat((other[:, 1:].flip(1), behind), dim=1) * math.log2(math.e), other.shape[1] - 1
-    return behind * math.log2(math.e), 0
+    if not two_sided:
+        return behind * LOG2E, 0
+    other = behind if ahead is None else ahead.float()
+    return torch.cat((other[:, 1:].flip(1), behind), dim=1) * LOG2E, other.shape[1] - 1
 
 
-def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tensor) -> None:
-    """Launch the forward into its results."""
-    shape = Shape.of("forward", call.head_dim, call.value_dim, call.q.dtype)
-    rows = span(call.head_dim, call.value_dim, call.q.dtype)
-    blocks = triton.cdiv(call.queries, rows)
-    reach, centre = NO_REACH, call.q
-    if call.linear and uses_reach(call.tolerance, call.keys, call.key_norm is not None):
+def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tensor, key_norm: Tensor | None) -> None:
+    """Launch the forward into its results; notes must be 0."""
+    q, k, v, shape = call.q, call.k, call.v, call.shape("forward")
+    reach, centre = NO_REACH, q
+    if call.linear and key_norm is not None and call.tolerance > 0:
         reach = GIVEN
-        if call.key_norm is None:
-            reach = MEASURED
-            centre = call.q.new_empty(call.batch * call.key_heads * call.head_dim, dtype=torch.float32)
-            ball.ball[(triton.cdiv(call.keys, BALL_KEYS), call.batch * call.key_heads)](
-                call.k, centre, notes, call.slopes, *strides(call.k), call.batch, call.key_heads, call.heads,
-                call.keys, BALL_KEYS, D=call.head_dim, WIDTH=call.widths["WIDTH"], ROWS=BALL_ROWS,
-                HEADS=triton.next_power_of_2(call.heads), CENTRED=True, num_warps=4,
-            )  # fmt: skip
-    share = call.tolerance / 2 if call.two_sided else call.tolerance
-    forward.forward[(blocks * call.batch * call.heads,)](
-        call.q, call.k, call.v, out, lse, spans, notes, *call.biases, centre,
-        call.q if call.key_norm is None else call.key_norm,
-        *strides(call.q), *strides(call.k), *strides(call.v), *strides(out), call.table_stride, call.mask_stride,
-        call.batch, call.heads, call.group, call.queries, call.keys, blocks, call.q_start, call.size, call.scale, share,
-        **call.widths, M=rows, N=shape.keys, MASK=call.mask, BIAS=call.bias, TWO_SIDED=call.two_sided, REACH=reach,
-        PRECISION=call.precision, num_warps=shape.warps, num_stages=shape.stages,
-    )  # fmt: skip
-    small = 32
-    small_blocks = triton.cdiv(call.queries, small)
-    repair.repair[(min(REPAIRERS, small_blocks * call.batch * call.heads),)](
-        call.q, call.k, call.v, out, lse, notes, *call.biases,
-        *strides(call.q), *strides(call.k), *strides(call.v), *strides(out), call.table_stride, call.mask_stride,
-        call.batch, call.heads, call.group, call.queries, call.keys, small_blocks, call.q_start, call.size, call.scale,
-        **call.widths, M=small, N=small, MASK=call.mask, BIAS=call.bias, TWO_SIDED=call.two_sided,
-        num_warps=4, num_stages=1,
-    )  # fmt: skip
+    elif call.measures(key_norm is not None):
+        reach = MEASURED
+        centre = q.new_empty(call.batch * call.key_heads * call.widths[0], dtype=torch.float32)
+        _ball(
+            (-(-call.keys // BALL_KEYS), call.batch * call.key_heads, 1),
+            (k, centre, notes, call.slopes),
+            (*_strides(k), call.batch, call.key_heads, call.heads, call.keys, BALL_KEYS),
+            (),
+            (call.widths[0], call.widths[2], BALL_ROWS, 1 << (call.heads - 1).bit_length(), True),
+            warps=4,
+            stages=3,
+        )
+    strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(out), call.table_stride, call.mask_stride)
+    blocks = spans.shape[3]
+    _forward(
+        (blocks * call.batch * call.heads, 1, 1),
+        (q, k, v, out, lse, spans, notes, *call.biases, centre, q if key_norm is None else key_norm),
+        (*strides, *call.sizes(blocks)),
+        (call.scale, call.tolerance / 2 if call.two_sided else call.tolerance),
+        (*call.widths, call.rows, shape.keys, call.mask, call.bias, call.two_sided, reach, call.precision),
+        shape.warps,
+        shape.stages,
+    )
+    blocks = -(-call.queries // REPAIRED)
+    _repair(
+        (min(REPAIRERS, blocks * call.batch * call.heads), 1, 1),
+        (q, k, v, out, lse, notes, *call.biases),
+        (*strides, *call.sizes(blocks)),
+        (call.scale,),
+        (*call.widths, REPAIRED, REPAIRED, call.mask, call.bias, call.two_sided),
+        warps=4,
+        stages=1,
+    )
 
 
 def run_backward(
-    call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tensor, d_out: Tensor, d_lse: Tensor | None, bias: bool
+    call: Call,
+    out: Tensor,
+    lse: Tensor,
+    spans: Tensor,
+    notes: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    given: bool,
+    bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of q, k, v and of the bias's two tensors (None: not asked for)."""
-    d_q, d_k, d_v = (torch.empty_like(x) for x in (call.q, call.k, call.v))
+    """Return the gradients of q, k, v and of the bias's two tensors (None: not asked for, or there is none)."""
+    q, k, v = call.q, call.k, call.v
+    d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     shares = torch.empty_like(lse)
-    ordered = call.linear and uses_reach(call.tolerance, call.keys, call.key_norm is not None) and call.key_norm is None
-    slopes_wanted = bias and call.bias == LINEAR
-    rows = span(call.head_dim, call.value_dim, call.q.dtype)
-    common = {"MASK": call.mask, "BIAS": call.bias, "TWO_SIDED": call.two_sided, "PRECISION": call.precision}
+    ordered, slopes = call.measures(given), bias and call.bias == LINEAR
+    strides = (*_strides(q), *_strides(k), *_strides(v))
+    more = (call.table_stride, call.mask_stride)
 
-    shape = Shape.of("of_queries", call.head_dim, call.value_dim, call.q.dtype)
-    blocks = triton.cdiv(call.queries, shape.queries)
-    parts = lse.new_empty((2, call.batch, call.heads, blocks) if slopes_wanted else 1)
-    backward.of_queries[(blocks * call.batch * call.heads,)](
-        call.q, call.k, call.v, out, lse, d_out, lse if d_lse is None else d_lse, d_q, shares, parts, spans, notes,
-        *call.biases, *strides(call.q), *strides(call.k), *strides(call.v), *strides(out), *strides(d_out),
-        *strides(d_q), call.table_stride, call.mask_stride, call.batch, call.heads, call.group, call.queries, call.keys,
-        blocks, call.q_start, call.size, call.scale, spans.shape[3], **call.widths, **common, M=shape.queries,
-        N=shape.keys, SPAN=rows, SLOPES=slopes_wanted, ORDERED=ordered, LSE=d_lse is not None,
-        num_warps=shape.warps, num_stages=shape.stages,
-    )  # fmt: skip
-
-    shape = Shape.of("of_keys", call.head_dim, call.value_dim, call.q.dtype)
-    blocks = triton.cdiv(call.keys, shape.keys)
-    backward.of_keys[(blocks * call.batch * call.key_heads,)](
-        call.q, call.k, call.v, lse, d_out, shares, d_k, d_v, spans, notes, *call.biases,
-        *strides(call.q), *strides(call.k), *strides(call.v), *strides(d_out), *strides(d_k), *strides(d_v),
-        call.table_stride, call.mask_stride, call.batch, call.heads, call.group, call.queries, call.keys, blocks,
-        call.q_start, call.size, call.scale, spans.shape[3], **call.widths, **common, M=shape.queries, N=shape.keys,
-        SPAN=rows, ORDERED=ordered and call.group == 1, num_warps=shape.warps, num_stages=shape.stages,
-    )  # fmt: skip
-
+    shape = call.shape("of_queries")
+    blocks = -(-call.queries // shape.queries)
+    parts = lse.new_empty((2, call.batch, call.heads, blocks)) if slopes else lse
+    _of_queries(
+        (blocks * call.batch * call.heads, 1, 1),
+        (q, k, v, out, lse, d_out, lse if d_lse is None else d_lse, d_q, shares, parts, spans, notes, *call.biases),
+        (*strides, *_strides(out), *_strides(d_out), *_strides(d_q), *more, *call.sizes(blocks), spans.shape[3]),
+        (call.scale,),
+        (
+            *(*call.widths, shape.queries, shape.keys, call.rows, call.mask, call.bias, call.two_sided),
+            *(slopes, ordered, d_lse is not None, call.precision),
+        ),
+        shape.warps,
+        shape.stages,
+    )
+    shape = call.shape("of_keys")
+    blocks = -(-call.keys // shape.keys)
+    _of_keys(
+        (blocks * call.batch * call.key_heads, 1, 1),
+        (q, k, v, lse, d_out, shares, d_k, d_v, spans, notes, *call.biases),
+        (*strides, *_strides(d_out), *_strides(d_k), *_strides(d_v), *more, *call.sizes(blocks), spans.shape[3]),
+        (call.scale,),
+        (
+            *(*call.widths, shape.queries, shape.keys, call.rows, call.mask, call.bias, call.two_sided),
+            *(ordered and call.group == 1, call.precision),
+        ),
+        shape.warps,
+        shape.stages,
+    )
     d_behind = d_ahead = None
-    if slopes_wanted:
-        sums = parts.double().sum(dim=(1, 3))
+    if slopes:
         assert call.behind is not None
-        d_behind, d_ahead = _sides(sums[0], sums[1], call.behind, call.ahead)
+        d_behind, d_ahead = _sides(*parts.double().sum(dim=(1, 3)), call.behind, call.ahead)
     elif bias and call.bias == TABLE:
         d_behind, d_ahead = _of_table(call, lse, d_out, shares)
     return d_q, d_k, d_v, d_behind, d_ahead
@@ -192,34 +209,46 @@ def _sides(d_behind: Tensor, d_onward: Tensor, behind: Tensor, ahead: Tensor | N
 
 def _of_table(call: Call, lse: Tensor, d_out: Tensor, shares: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of a table's two sides."""
-    assert call.behind is not None
-    shape = Shape.of("of_table", call.head_dim, call.value_dim, call.q.dtype)
-    side, ends = shape.keys, call.behind.shape[1]
-    ends_ahead = 1 if not call.two_sided else (call.behind if call.ahead is None else call.ahead).shape[1]
-    farthest = min(ends - 1, call.q_start + call.queries - 1)
-    onward = min(ends_ahead - 1, call.keys - 1 - call.q_start)
-    least, most = -(-min(-onward, 0) // -side) if onward > 0 else 0, max(farthest, 0) // side + 1
-    least = -math.ceil(onward / side) if onward > 0 else 0
+    behind, ahead = call.behind, call.ahead
+    assert behind is not None
+    q, k, v, shape = call.q, call.k, call.v, call.shape("of_table")
+    side, ends = shape.keys, behind.shape[1]
+    ends_ahead = (behind if ahead is None else ahead).shape[1] if call.two_sided else 1
+    # Tiles for the distances −onward … farthest, that of shift s for SIDE·s − SIDE + 1 … SIDE·s + SIDE − 1.
+    farthest = max(0, min(ends - 1, call.q_start + call.queries - 1))
+    onward = max(0, min(ends_ahead - 1, call.keys - 1 - call.q_start))
+    least, most = -math.ceil(onward / side), farthest // side + 1
     shifts = most - least + 1
-    splits = max(1, min(call.batch, 1024 // max(1, shifts * call.heads)))
-    per_split = triton.cdiv(call.batch, splits)
-    splits = triton.cdiv(call.batch, per_split)
+    splits = max(1, min(call.batch, PROGRAMS // (shifts * call.heads)))
+    per_split = -(-call.batch // splits)
+    splits = -(-call.batch // per_split)
     tiles = lse.new_empty(splits, call.heads, shifts, side, side)
-    table.gather[(shifts * call.heads * splits,)](
-        call.q, call.k, call.v, lse, d_out, shares, tiles, *call.biases[2:],
-        *strides(call.q), *strides(call.k), *strides(call.v), *strides(d_out), call.table_stride, call.mask_stride,
-        call.batch, call.heads, call.group, call.queries, call.keys, call.q_start, call.size, call.scale,
-        least, shifts, splits, per_split, **call.widths, SIDE=side, MASK=call.mask, PRECISION=call.precision,
-        num_warps=shape.warps, num_stages=shape.stages,
-    )  # fmt: skip
+    _gather(
+        (shifts * call.heads * splits, 1, 1),
+        (q, k, v, lse, d_out, shares, tiles, *call.biases[2:]),
+        (
+            *(*_strides(q), *_strides(k), *_strides(v), *_strides(d_out), call.table_stride, call.mask_stride),
+            *(call.batch, call.heads, call.group, call.queries, call.keys, call.q_start, call.size),
+            *(least, shifts, splits, per_split),
+        ),
+        (call.scale,),
+        (*call.widths, side, call.mask, call.precision),
+        shape.warps,
+        shape.stages,
+    )
     both = lse.new_zeros(call.heads, ends_ahead - 1 + ends)
-    table.fold[(shifts + 1, call.heads)](
-        tiles, both, call.heads, shifts, splits, least, ends, ends_ahead, SIDE=side, PART=min(side, 32), num_warps=4,
-    )  # fmt: skip
+    _fold(
+        (shifts + 1, call.heads, 1),
+        (tiles, both),
+        (call.heads, shifts, splits, least, ends, ends_ahead),
+        (),
+        (side, min(side, 32)),
+        warps=4,
+        stages=2,
+    )
     d_behind = both[:, ends_ahead - 1 :]
     if not call.two_sided:
-        return d_behind.to(call.behind.dtype), None if call.ahead is None else torch.zeros_like(call.ahead)
+        return d_behind.to(behind.dtype), None if ahead is None else torch.zeros_like(ahead)
     d_onward = torch.nn.functional.pad(both[:, : ends_ahead - 1].flip(1), (1, 0))
-    if call.ahead is None:
-        return (d_behind + d_onward).to(call.behind.dtype), None
-    return d_behind.to(call.behind.dtype), d_onward.to(call.ahead.dtype)
+    return _sides(d_behind, d_onward, behind, ahead)
+

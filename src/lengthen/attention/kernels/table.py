@@ -17,7 +17,7 @@ from lengthen.attention.kernels.tile import LOG2E, TABLE, interval, load, scores
 def gather(  # type: ignore[no-untyped-def]
     q, k, v, lse, d_out, shares, tiles, table, first, last,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, gb, gh, gl, table_stride, mask_stride,
-    batch, heads, group, queries, keys, q_start, size, scale, least, shifts, splits, per_split,
+    batch, heads, group, queries, keys, q_start, size, least, shifts, splits, per_split, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, SIDE: tl.constexpr,
     MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

@@ -1,0 +1,52 @@
+"""Launches a Triton kernel with little work on the CPU.
+
+Triton looks at every argument of every launch to find the variant that was compiled for such arguments, which takes
+longer than many of these kernels run. The same few facts decide here: constants, alignment of pointers, and whether a
+number is 1 or a multiple of 16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+LARGEST = 2**31 - 1  # a number above it is passed in 64 bits
+
+
+class Launcher:
+    """A kernel whose arguments are tensors, whole numbers, floats and constants, in this order."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.kept: dict[Any, Any] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        tensors: tuple[Tensor, ...],
+        numbers: tuple[int, ...],
+        floats: tuple[float, ...],
+        constants: tuple[Any, ...],
+        warps: int,
+        stages: int,
+    ) -> None:
+        """Launch on the current stream of the tensors' device."""
+        first = tensors[0]
+        key = (
+            first.device,
+            tuple([t.dtype for t in tensors]),
+            tuple([t.data_ptr() % 16 == 0 for t in tensors]),
+            tuple([(n % 16 == 0) + 2 * (n == 1) + 4 * (n > LARGEST) for n in numbers]),
+            constants,
+            warps,
+            stages,
+        )
+        compiled = self.kept.get(key)
+        if compiled is not None:
+            compiled[grid](*tensors, *numbers, *floats, *constants)
+            return
+        compiled = self.kernel[grid](*tensors, *numbers, *floats, *constants, num_warps=warps, num_stages=stages)
+        if first.is_cuda:  # the interpreter compiles nothing
+            self.kept[key] = compiled
+
