@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; more threads than cores only wait for each other
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+
+# Triton decides when it is imported whether its interpreter can run kernels, so it is imported here, before anything else
+# does. The variable is not left behind: tests and the processes that they start would take it for an order.
+if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+    with pytest.MonkeyPatch.context() as _patch:
+        _patch.setenv("TRITON_INTERPRET", "1")
+        importlib.import_module("triton.language")
 
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None

@@ -116,9 +116,7 @@ def _attend(
     first = last = None
     if mask.key_start is not None or mask.document_starts is not None:
         kind = 4
-        first, last = (
-            x.to(torch.int32).contiguous() for x in mask.interval(q.shape[2], k.shape[2], q_start, q.device)
-        )
+        first, last = (x.to(torch.int32).contiguous() for x in mask.interval(q.shape[2], k.shape[2], q_start, q.device))
     two_sided = isinstance(mask, Bidirectional)
     linear = isinstance(bias, Linear)
     return attend(  # type: ignore[no-any-return]

@@ -23,7 +23,7 @@ from lengthen.attention.kernels.tile import (
     load,
     row_term,
     scores,
-    visible_to_all,
+    visible,
 )
 
 SCAN = tl.constexpr(128)  # blocks of queries that `of_keys` looks at together
@@ -62,14 +62,17 @@ def pull_queries(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def of_queries(  # type: ignore[no-untyped-def]
-    q, k, v, out, lse, d_out, d_lse, d_q, shares, d_slopes, spans, notes, slopes, slopes_ahead, table, first, last,
+    q, k, v, out, lse, d_out, d_lse, d_q, sums, shares, d_slopes, spans, notes, slopes, slopes_ahead, table, first, last,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, gb, gh, gl, db, dh, dl, table_stride, mask_stride,
     batch, heads, group, queries, keys, blocks, q_start, size, span_blocks, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SPAN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, SLOPES: tl.constexpr,
     ORDERED: tl.constexpr, LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the queries' gradient, Σ_j weight·d_weight of each query, and each block's share of the slopes' gradient."""
+    """Write the queries' gradient, and each block's share of the slopes'.
+
+    And for the kernels after this one: lse in units of log 2, and Σ_j weight·d_weight, of each query.
+    """
     program = tl.program_id(0)
     block = blocks - 1 - program % blocks
     b = program // blocks % batch
@@ -86,7 +89,9 @@ def of_queries(  # type: ignore[no-untyped-def]
     row = tl.minimum(actual, queries - 1)
     position = row + q_start
     begin, end = interval(row, position, first + b * mask_stride, last + b * mask_stride, keys, size, MASK)
-    some, most, full_lo, full_hi = visible_to_all(begin, end, N)
+    here = q_start + block * M
+    stop = tl.minimum(here + M, q_start + queries) - 1
+    some, most, full_lo, full_hi = visible(begin, end, here, stop, first, last, keys, size, N, MASK)
     lo = tl.load(spans + of_head * span_blocks + block * M // SPAN)
     hi = tl.load(spans + (batch * heads + of_head) * span_blocks + block * M // SPAN)
     lo, hi = tl.maximum(below(lo, N), some), tl.minimum(hi, most)
@@ -94,7 +99,9 @@ def of_queries(  # type: ignore[no-untyped-def]
     full_lo = tl.minimum(tl.maximum(full_lo, lo), full_hi)
 
     queries_here = load(q, row.to(tl.int64), ql, D, queries, WIDTH, False)
-    d_out_here = load(d_out + b.to(tl.int64) * gb + h.to(tl.int64) * gh, row.to(tl.int64), gl, DV, queries, VALUES, False)
+    d_out_here = load(
+        d_out + b.to(tl.int64) * gb + h.to(tl.int64) * gh, row.to(tl.int64), gl, DV, queries, VALUES, False
+    )
     out_here = load(out + b.to(tl.int64) * ob + h.to(tl.int64) * oh, row.to(tl.int64), ol, DV, queries, VALUES, False)
     share = tl.sum(d_out_here.to(tl.float32) * out_here.to(tl.float32), 1)
     of_rows = of_head.to(tl.int64) * queries
@@ -108,9 +115,9 @@ def of_queries(  # type: ignore[no-untyped-def]
         slope = tl.load(slopes + h).to(tl.float32) * LOG2E
         ahead = tl.load(slopes_ahead + h).to(tl.float32) * LOG2E
     table += h.to(tl.int64) * table_stride
-    here = q_start + block * M
     log_sum = tl.load(lse + of_rows + row)
-    log_sum = tl.where(log_sum == float("-inf"), float("inf"), log_sum) * LOG2E
+    log_sum = tl.where(log_sum == float("-inf"), float("inf"), log_sum) * LOG2E  # a row that saw nothing has no weight
+    tl.store(sums + of_rows + actual, log_sum, mask=actual < queries)
     log_sum += row_term(position, here, slope, BIAS, TWO_SIDED)
 
     acc = tl.zeros([M, WIDTH], tl.float32)
@@ -144,9 +151,9 @@ def of_queries(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def pull_keys(  # type: ignore[no-untyped-def]
-    d_k, d_v, k, v, q, d_out, ql, gl, lse, shares, spans_lo, spans_hi, first, last, from_block, to_block, queries, keys,
-    q_start, size, key, key_lo, key_hi, scale, slope, ahead, table,
-    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, SPAN: tl.constexpr,
+    d_k, d_v, k, v, q, d_out, ql, gl, sums, shares, first, last, from_block, to_block, queries, keys,
+    q_start, size, key, key_lo, scale, slope, ahead, table,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what blocks of queries give to the gradients of a block of keys and values."""
@@ -157,11 +164,8 @@ def pull_keys(  # type: ignore[no-untyped-def]
         local = row - start
         base_q, base_g = q + start.to(tl.int64) * ql, d_out + start.to(tl.int64) * gl
         queries_here = load(base_q, local, ql, D, queries, WIDTH, False)
-        log_sum = tl.load(lse + row) * LOG2E
-        # A row that saw nothing, one past the end, and a block that did not read these keys: no weight.
-        unread = (tl.load(spans_lo + start // SPAN) >= key_hi) | (tl.load(spans_hi + start // SPAN) <= key_lo)
-        gone = (log_sum == float("-inf")) | (start + tl.arange(0, M) >= queries) | unread
-        log_sum = tl.where(gone, float("inf"), log_sum + row_term(position, key_lo, slope, BIAS, TWO_SIDED))
+        log_sum = tl.load(sums + row) + row_term(position, key_lo, slope, BIAS, TWO_SIDED)
+        log_sum = tl.where(start + tl.arange(0, M) < queries, log_sum, float("inf"))  # no weight past the end
         begin, end = position, position
         if MASKED:
             begin, end = interval(row, position, first, last, keys, size, MASK)
@@ -182,7 +186,7 @@ def pull_keys(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def of_keys(  # type: ignore[no-untyped-def]
-    q, k, v, lse, d_out, shares, d_k, d_v, spans, notes, slopes, slopes_ahead, table, first, last,
+    q, k, v, sums, d_out, shares, d_k, d_v, spans, notes, slopes, slopes_ahead, table, first, last,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, gb, gh, gl, dkb, dkh, dkl, dvb, dvh, dvl, table_stride, mask_stride,
     batch, heads, group, queries, keys, blocks, q_start, size, span_blocks, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
@@ -263,20 +267,20 @@ def of_keys(  # type: ignore[no-untyped-def]
         of_rows = of_head.to(tl.int64) * queries
         base_table = table + h.to(tl.int64) * table_stride
         acc_k, acc_v = pull_keys(
-            acc_k, acc_v, keys_here, values, base_q, base_g, ql, gl, lse + of_rows, shares + of_rows, spans_lo,
-            spans_hi, first, last, from_block, full_from, queries, keys, q_start, size, key, key_lo, key_hi, scale2,
-            slope, ahead, base_table, D, DV, WIDTH, VALUES, M, SPAN, MASK, BIAS, TWO_SIDED, True, PRECISION,
+            acc_k, acc_v, keys_here, values, base_q, base_g, ql, gl, sums + of_rows, shares + of_rows, first,
+            last, from_block, full_from, queries, keys, q_start, size, key, key_lo, scale2,
+            slope, ahead, base_table, D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, True, PRECISION,
         )  # fmt: skip
         acc_k, acc_v = pull_keys(
-            acc_k, acc_v, keys_here, values, base_q, base_g, ql, gl, lse + of_rows, shares + of_rows, spans_lo,
-            spans_hi, first, last, full_from, full_to, queries, keys, q_start, size, key, key_lo, key_hi, scale2,
-            slope, ahead, base_table, D, DV, WIDTH, VALUES, M, SPAN, MASK, BIAS, TWO_SIDED, False, PRECISION,
+            acc_k, acc_v, keys_here, values, base_q, base_g, ql, gl, sums + of_rows, shares + of_rows, first,
+            last, full_from, full_to, queries, keys, q_start, size, key, key_lo, scale2,
+            slope, ahead, base_table, D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, False, PRECISION,
         )  # fmt: skip
         if MASK != CAUSAL and MASK != FULL:
             acc_k, acc_v = pull_keys(
-                acc_k, acc_v, keys_here, values, base_q, base_g, ql, gl, lse + of_rows, shares + of_rows, spans_lo,
-                spans_hi, first, last, full_to, to_block, queries, keys, q_start, size, key, key_lo, key_hi, scale2,
-                slope, ahead, base_table, D, DV, WIDTH, VALUES, M, SPAN, MASK, BIAS, TWO_SIDED, True, PRECISION,
+                acc_k, acc_v, keys_here, values, base_q, base_g, ql, gl, sums + of_rows, shares + of_rows, first,
+                last, full_to, to_block, queries, keys, q_start, size, key, key_lo, scale2,
+                slope, ahead, base_table, D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, True, PRECISION,
             )  # fmt: skip
 
     feature = tl.arange(0, WIDTH)

@@ -34,7 +34,9 @@ def ball(  # type: ignore[no-untyped-def]
         if head == 0:  # the flattest head reads most: it comes first, so that the last to finish are short
             one = tl.arange(0, HEADS)
             slope = tl.load(slopes + one, mask=one < heads, other=float("inf"))
-            sooner = (slope[:, None] > slope[None, :]) | ((slope[:, None] == slope[None, :]) & (one[:, None] > one[None, :]))
+            sooner = (slope[:, None] > slope[None, :]) | (
+                (slope[:, None] == slope[None, :]) & (one[:, None] > one[None, :])
+            )
             rank = tl.sum(sooner.to(tl.int32), 1)
             tl.store(order + rank, one, mask=one < heads)
     worst = tl.zeros([ROWS], tl.float32)
@@ -47,4 +49,4 @@ def ball(  # type: ignore[no-untyped-def]
         square = tl.sum(away * away, 1)
         square = tl.where(square == square, square, float("inf"))
         worst = tl.maximum(worst, square)
-    tl.atomic_max(radius + head, tl.max(worst, 0).to(tl.int32, bitcast=True))
+    tl.atomic_max(radius + head, tl.max(worst, 0).to(tl.int32, bitcast=True), sem="relaxed")

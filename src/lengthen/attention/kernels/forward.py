@@ -25,11 +25,11 @@ from lengthen.attention.kernels.tile import (
     load,
     row_term,
     scores,
-    visible_to_all,
+    visible,
 )
 
-FIRST_STEP = tl.constexpr(128)  # keys read before reach is asked again: then twice as many, and so on,
-LAST_STEP = tl.constexpr(1024)  # up to this many
+NEAR = tl.constexpr(128)  # keys beside the diagonal that are read before reach is asked for the first time,
+AGAIN = tl.constexpr(1024)  # and before it is asked once more
 # Where reach knows from how long keys are: it does not ask, a pass over them (ball.py), or the caller's word.
 NO_REACH = tl.constexpr(0)
 MEASURED = tl.constexpr(1)
@@ -106,7 +106,9 @@ def forward(  # type: ignore[no-untyped-def]
     row = tl.minimum(block * M + tl.arange(0, M), queries - 1)  # rows past the end repeat the last
     position = row + q_start
     begin, end = interval(row, position, first + b * mask_stride, last + b * mask_stride, keys, size, MASK)
-    lo, hi, full_lo, full_hi = visible_to_all(begin, end, N)
+    here = q_start + block * M
+    stop = tl.minimum(here + M, q_start + queries) - 1
+    lo, hi, full_lo, full_hi = visible(begin, end, here, stop, first, last, keys, size, N, MASK)
     queries_here = load(q, row.to(tl.int64), ql, D, queries, WIDTH, False)
     scale2 = scale * LOG2E
     slope, ahead = 0.0, 0.0
@@ -114,7 +116,6 @@ def forward(  # type: ignore[no-untyped-def]
         slope = tl.load(slopes + h).to(tl.float32) * LOG2E
         ahead = tl.load(slopes_ahead + h).to(tl.float32) * LOG2E
     table += h.to(tl.int64) * table_stride
-    here = q_start + block * M
 
     acc = tl.zeros([M, VALUES], tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -142,62 +143,55 @@ def forward(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         near_hi = tl.minimum(above(near_hi, N), above(hi, N))
         behind = bound - tl.log2(one_less_exp(slope))
-        step = here * 0 + FIRST_STEP
         low = lo
         while near_lo > low:
             place = reach(top, total, behind, -offset * slope, slope, begin >= near_lo)
             low = tl.maximum(low, lowest(place, here, lo, near_lo, N))
-            start = tl.maximum(low, near_lo - step)
+            start = tl.maximum(low, near_lo - AGAIN)
             acc, total, top = absorb(
                 acc, total, top, queries_here, k, v, kl, vl, start, near_lo, keys, position, begin, end,
                 scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, PRECISION,
             )  # fmt: skip
             near_lo = start
-            step = tl.minimum(step * 2, LAST_STEP)
         onward = bound - tl.log2(one_less_exp(ahead))
-        step = here * 0 + FIRST_STEP
         high = hi
         while near_hi < high:
             place = reach(top, total, onward, offset * ahead, ahead, end < near_hi)
             high = tl.minimum(high, highest_needed(place, here, near_hi, hi))
-            stop = tl.minimum(high, near_hi + step)
+            stop = tl.minimum(high, near_hi + AGAIN)
             acc, total, top = absorb(
                 acc, total, top, queries_here, k, v, kl, vl, near_hi, stop, keys, position, begin, end,
                 scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, PRECISION,
             )  # fmt: skip
             near_hi = tl.maximum(above(stop, N), near_hi)
-            step = tl.minimum(step * 2, LAST_STEP)
         lo, hi = near_lo, tl.minimum(near_hi, hi)
     else:
+        near = full_hi
+        if REACH != NO_REACH:  # a few keys more before it asks: the nearest say most
+            near = tl.maximum(full_hi - NEAR, full_lo)
         acc, total, top = absorb(
-            acc, total, top, queries_here, k, v, kl, vl, full_hi, hi, keys, position, begin, end,
+            acc, total, top, queries_here, k, v, kl, vl, near, hi, keys, position, begin, end,
             scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, PRECISION,
         )  # fmt: skip
         if REACH != NO_REACH:
             behind = bound - tl.log2(one_less_exp(slope))
-            unread = full_hi
-            low = lo
-            step = here * 0 + FIRST_STEP
-            if unread > lo:
-                place = reach(top, total, behind, 0.0 * offset, slope, begin >= unread)
-                low = lowest(place, here, lo, unread, N)
-            while unread > tl.maximum(low, full_lo):
-                start = tl.maximum(tl.maximum(low, full_lo), unread - step)
-                acc, total, top = absorb(
-                    acc, total, top, queries_here, k, v, kl, vl, start, unread, keys, position, begin, end,
-                    scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, PRECISION,
-                )  # fmt: skip
-                unread = start
-                step = tl.minimum(step * 2, LAST_STEP)
-                if unread > low:
-                    place = reach(top, total, behind, 0.0 * offset, slope, begin >= unread)
-                    low = tl.maximum(low, lowest(place, here, lo, unread, N))
-            lo = tl.minimum(low, unread)
-        else:
+            place = reach(top, total, behind, 0.0 * offset, slope, begin >= near)
+            low = lowest(place, here, lo, near, N)
+            start = tl.maximum(tl.maximum(low, full_lo), near - AGAIN)
             acc, total, top = absorb(
-                acc, total, top, queries_here, k, v, kl, vl, full_lo, full_hi, keys, position, begin, end,
+                acc, total, top, queries_here, k, v, kl, vl, start, near, keys, position, begin, end,
                 scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, PRECISION,
             )  # fmt: skip
+            near = start
+            if near > low:
+                place = reach(top, total, behind, 0.0 * offset, slope, begin >= near)
+                low = tl.maximum(low, lowest(place, here, lo, near, N))
+            lo = tl.minimum(low, near)
+            full_lo = tl.maximum(full_lo, lo)
+        acc, total, top = absorb(
+            acc, total, top, queries_here, k, v, kl, vl, full_lo, near, keys, position, begin, end,
+            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, PRECISION,
+        )  # fmt: skip
         if MASK != CAUSAL and MASK != FULL:
             acc, total, top = absorb(
                 acc, total, top, queries_here, k, v, kl, vl, lo, full_lo, keys, position, begin, end,
@@ -217,12 +211,11 @@ def forward(  # type: ignore[no-untyped-def]
 
     tl.store(spans + of_head * blocks + block, lo)
     tl.store(spans + (batch * heads + of_head) * blocks + block, hi)
-    tl.atomic_max(far + 2 * of_head, here + M - lo)
-    tl.atomic_max(far + 2 * of_head + 1, hi - here)
+    tl.atomic_max(far + 2 * of_head, here + M - lo, sem="relaxed")
+    tl.atomic_max(far + 2 * of_head + 1, hi - here, sem="relaxed")
     # A value that is not finite shows in what its own block reads: then `repair` does the whole call again.
-    strange = tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0)
-    if strange > 0:
-        tl.store(odd, 1)
+    strange = tl.sum(acc * 0.0, 1) != 0.0
+    tl.store(odd + row * 0, 1, mask=strange)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -157,7 +157,7 @@ def run_backward(
     """Return the gradients of q, k, v and of the bias's two tensors (None: not asked for, or there is none)."""
     q, k, v = call.q, call.k, call.v
     d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    shares = torch.empty_like(lse)
+    sums, shares = torch.empty_like(lse), torch.empty_like(lse)
     ordered, slopes = call.measures(given), bias and call.bias == LINEAR
     strides = (*_strides(q), *_strides(k), *_strides(v))
     more = (call.table_stride, call.mask_stride)
@@ -167,7 +167,8 @@ def run_backward(
     parts = lse.new_empty((2, call.batch, call.heads, blocks)) if slopes else lse
     _of_queries(
         (blocks * call.batch * call.heads, 1, 1),
-        (q, k, v, out, lse, d_out, lse if d_lse is None else d_lse, d_q, shares, parts, spans, notes, *call.biases),
+        (q, k, v, out, lse, d_out, lse if d_lse is None else d_lse, d_q, sums, shares, parts, spans, notes)
+        + call.biases,
         (*strides, *_strides(out), *_strides(d_out), *_strides(d_q), *more, *call.sizes(blocks), spans.shape[3]),
         (call.scale,),
         (
@@ -181,7 +182,7 @@ def run_backward(
     blocks = -(-call.keys // shape.keys)
     _of_keys(
         (blocks * call.batch * call.key_heads, 1, 1),
-        (q, k, v, lse, d_out, shares, d_k, d_v, spans, notes, *call.biases),
+        (q, k, v, sums, d_out, shares, d_k, d_v, spans, notes, *call.biases),
         (*strides, *_strides(d_out), *_strides(d_k), *_strides(d_v), *more, *call.sizes(blocks), spans.shape[3]),
         (call.scale,),
         (
@@ -196,7 +197,7 @@ def run_backward(
         assert call.behind is not None
         d_behind, d_ahead = _sides(*parts.double().sum(dim=(1, 3)), call.behind, call.ahead)
     elif bias and call.bias == TABLE:
-        d_behind, d_ahead = _of_table(call, lse, d_out, shares)
+        d_behind, d_ahead = _of_table(call, sums, d_out, shares)
     return d_q, d_k, d_v, d_behind, d_ahead
 
 
@@ -207,7 +208,7 @@ def _sides(d_behind: Tensor, d_onward: Tensor, behind: Tensor, ahead: Tensor | N
     return d_behind.to(behind.dtype), d_onward.to(ahead.dtype)
 
 
-def _of_table(call: Call, lse: Tensor, d_out: Tensor, shares: Tensor) -> tuple[Tensor, Tensor | None]:
+def _of_table(call: Call, sums: Tensor, d_out: Tensor, shares: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of a table's two sides."""
     behind, ahead = call.behind, call.ahead
     assert behind is not None
@@ -222,10 +223,10 @@ def _of_table(call: Call, lse: Tensor, d_out: Tensor, shares: Tensor) -> tuple[T
     splits = max(1, min(call.batch, PROGRAMS // (shifts * call.heads)))
     per_split = -(-call.batch // splits)
     splits = -(-call.batch // per_split)
-    tiles = lse.new_empty(splits, call.heads, shifts, side, side)
+    tiles = sums.new_empty(splits, call.heads, shifts, side, side)
     _gather(
         (shifts * call.heads * splits, 1, 1),
-        (q, k, v, lse, d_out, shares, tiles, *call.biases[2:]),
+        (q, k, v, sums, d_out, shares, tiles, *call.biases[2:]),
         (
             *(*_strides(q), *_strides(k), *_strides(v), *_strides(d_out), call.table_stride, call.mask_stride),
             *(call.batch, call.heads, call.group, call.queries, call.keys, call.q_start, call.size),
@@ -236,7 +237,7 @@ def _of_table(call: Call, lse: Tensor, d_out: Tensor, shares: Tensor) -> tuple[T
         shape.warps,
         shape.stages,
     )
-    both = lse.new_zeros(call.heads, ends_ahead - 1 + ends)
+    both = sums.new_zeros(call.heads, ends_ahead - 1 + ends)
     _fold(
         (shifts + 1, call.heads, 1),
         (tiles, both),
@@ -251,4 +252,3 @@ def _of_table(call: Call, lse: Tensor, d_out: Tensor, shares: Tensor) -> tuple[T
         return d_behind.to(behind.dtype), None if ahead is None else torch.zeros_like(ahead)
     d_onward = torch.nn.functional.pad(both[:, : ends_ahead - 1].flip(1), (1, 0))
     return _sides(d_behind, d_onward, behind, ahead)
-

@@ -49,4 +49,3 @@ class Launcher:
         compiled = self.kernel[grid](*tensors, *numbers, *floats, *constants, num_warps=warps, num_stages=stages)
         if first.is_cuda:  # the interpreter compiles nothing
             self.kept[key] = compiled
-

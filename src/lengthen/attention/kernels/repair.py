@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lengthen.attention.kernels.tile import LINEAR, LOG2E, interval, load, row_term, scores, visible_to_all
+from lengthen.attention.kernels.tile import LINEAR, LOG2E, interval, load, row_term, scores, visible
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -34,13 +34,14 @@ def repair(  # type: ignore[no-untyped-def]
         row = tl.minimum(actual, queries - 1)
         position = row + q_start
         begin, end = interval(row, position, first + b * mask_stride, last + b * mask_stride, keys, size, MASK)
-        lo, hi, _, _ = visible_to_all(begin, end, N)
+        here = q_start + block * M
+        stop = tl.minimum(here + M, q_start + queries) - 1
+        lo, hi, _, _ = visible(begin, end, here, stop, first, last, keys, size, N, MASK)
         queries_here = load(base_q, row.to(tl.int64), ql, D, queries, WIDTH, False).to(tl.float32)
         slope, ahead = 0.0, 0.0
         if BIAS == LINEAR:
             slope = tl.load(slopes + h).to(tl.float32) * LOG2E
             ahead = tl.load(slopes_ahead + h).to(tl.float32) * LOG2E
-        here = q_start + block * M
         log_sum = tl.load(lse + (b * heads + h).to(tl.int64) * queries + row) * LOG2E
         blind = log_sum == float("-inf")
         log_sum = tl.where(blind, 0.0, log_sum + row_term(position, here, slope, BIAS, TWO_SIDED))

@@ -15,7 +15,7 @@ from lengthen.attention.kernels.tile import LOG2E, TABLE, interval, load, scores
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gather(  # type: ignore[no-untyped-def]
-    q, k, v, lse, d_out, shares, tiles, table, first, last,
+    q, k, v, sums, d_out, shares, tiles, table, first, last,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, gb, gh, gl, table_stride, mask_stride,
     batch, heads, group, queries, keys, q_start, size, least, shifts, splits, per_split, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, SIDE: tl.constexpr,
@@ -56,9 +56,8 @@ def gather(  # type: ignore[no-untyped-def]
             True, TABLE, True,
         )  # fmt: skip
         of_rows = (b * heads + h).to(tl.int64) * queries
-        log_sum = tl.load(lse + of_rows + row) * LOG2E
-        gone = (log_sum == float("-inf")) | (block * SIDE + one >= queries)
-        weight = tl.exp2(score - tl.where(gone, float("inf"), log_sum)[:, None])
+        log_sum = tl.where(block * SIDE + one < queries, tl.load(sums + of_rows + row), float("inf"))
+        weight = tl.exp2(score - log_sum[:, None])
         d_out_here = load(base_g, row.to(tl.int64), gl, DV, queries, VALUES, False)
         values = load(base_v, tl.where(key < 0, 0, key).to(tl.int64), vl, DV, keys, VALUES, False)
         d_weight = tl.dot(d_out_here, tl.trans(values), input_precision=PRECISION)

@@ -100,17 +100,24 @@ def load(base, row, stride, width, rows, WIDTH: tl.constexpr, MASKED: tl.constex
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def visible_to_all(begin, end, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def visible(begin, end, start, stop, first, last, keys, size, N: tl.constexpr, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the keys that some query of a block sees, and those that all see, cut to whole blocks of N keys.
 
-    As [lo, hi) and inside it [full_lo, full_hi), all but hi multiples of N.
+    As [lo, hi) and inside it [full_lo, full_hi), all but hi multiples of N. `begin` and `end` are what each query sees,
+    `start` and `stop` the first and last query's position: unless they are listed, a later query sees later keys, so
+    that these two tell for all.
     """
-    some = begin <= end
-    lo = tl.min(tl.where(some, begin, 1 << 30), 0)
-    hi = tl.max(tl.where(some, end + 1, 0), 0)
+    if MASK == LISTED:
+        some = begin <= end
+        lo = tl.min(tl.where(some, begin, 1 << 30), 0)
+        hi = tl.max(tl.where(some, end + 1, 0), 0)
+        full_lo = tl.max(begin, 0)
+        full_hi = tl.min(end, 0) + 1
+    else:
+        lo, full_hi = interval(start, start, first, last, keys, size, MASK)
+        full_lo, hi = interval(stop, stop, first, last, keys, size, MASK)
+        full_hi, hi = full_hi + 1, tl.maximum(hi + 1, 0)
     lo = below(tl.minimum(lo, hi), N)
-    full_lo = above(tl.max(begin, 0), N)
-    full_hi = below(tl.maximum(tl.min(end, 0) + 1, 0), N)
-    full_hi = tl.maximum(full_hi, lo)
-    full_lo = tl.minimum(tl.maximum(full_lo, lo), full_hi)
+    full_hi = tl.maximum(below(tl.maximum(full_hi, 0), N), lo)
+    full_lo = tl.minimum(tl.maximum(above(full_lo, N), lo), full_hi)
     return lo, hi, full_lo, full_hi
