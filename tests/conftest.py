@@ -13,8 +13,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; more threads
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
-# Triton decides when it is imported whether its interpreter can run kernels, so it is imported here, before anything else
-# does. The variable is not left behind: tests and the processes that they start would take it for an order.
+# Triton decides when it is imported whether its interpreter can run kernels, so it is imported here, before anything
+# else does it. The variable is not left behind: tests and the processes that they start would take it for an order.
 if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
     with pytest.MonkeyPatch.context() as _patch:
         _patch.setenv("TRITON_INTERPRET", "1")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 import lengthen
@@ -35,9 +36,9 @@ def load_interpreted() -> str:
         return "with a CUDA device the kernels are compiled; test_gpu.py has their tests"
     with pytest.MonkeyPatch.context() as patch:  # only now: left in place, it would be an order to all other tests
         patch.setenv("TRITON_INTERPRET", "1")
-        forward = importlib.import_module("lengthen.attention.kernels.forward").forward
         importlib.import_module("lengthen.attention.kernels.launch")
-    return "" if type(forward).__name__ == "InterpretedFunction" else "Triton was imported without its interpreter"
+        kernel = importlib.import_module("lengthen.attention.kernels.forward").forward
+    return "" if type(kernel).__name__ == "InterpretedFunction" else "Triton was imported without its interpreter"
 
 
 UNINTERPRETED = load_interpreted()
@@ -52,9 +53,12 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if UNINTERPRETED:
         pytest.skip(UNINTERPRETED)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    forward = importlib.import_module("lengthen.attention.kernels.forward")
     monkeypatch.setattr(shapes, "SHORT", 0)
     for key in shapes.SHAPES:
         monkeypatch.setitem(shapes.SHAPES, key, SMALL[key[0]])
+    for name, keys in (("NEAR", 16), ("AGAIN", 48)):
+        monkeypatch.setattr(forward, name, type(forward.NEAR)(keys))  # a constexpr of Triton's
     with np.errstate(all="ignore"):  # the interpreter computes in NumPy, which warns of ∞ and NaN; a GPU does not
         yield
 
@@ -115,7 +119,7 @@ def bias_of(table_for: Callable[..., Any]) -> Callable[..., Any]:
         if name == "none":
             return None
         if name.startswith("table"):
-            return table_for(call, ahead=name == "table ahead", dtype=torch.float32)
+            return table_for({"mask": Causal()} | call, ahead=name == "table ahead", dtype=torch.float32)
         slopes = 2.0 ** -torch.linspace(0.5, 5, heads, device=device)
         return Linear(slopes, 1.5 * slopes.flip(0) if name == "linear ahead" else None)
 
@@ -124,7 +128,7 @@ def bias_of(table_for: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def off() -> Callable[..., dict[str, float]]:
-    """Return a function that says how far a call's results are from the reference's in float64, relative to their norms.
+    """Return a function that says how far a call's results are from the reference's in float64, relative to its norms.
 
     Of out, lse and each gradient, by name. What is not finite must be the same.
     """
@@ -174,3 +178,54 @@ def share_read() -> Callable[..., float]:
         return (read[1] - read[0]).sum((0, 2)) / (everything[1] - everything[0]).sum((0, 2))
 
     return share
+
+
+@pytest.fixture(scope="session")
+def any_call(
+    qkv: Callable[..., Call],
+    documents: Callable[..., st.SearchStrategy[Tensor]],
+    table_for: Callable[..., Any],
+) -> Callable[[st.DataObject], Call]:
+    """Return a function that draws any call that the kernels take."""
+
+    def draw_call(data: st.DataObject) -> Call:
+        torch.manual_seed(data.draw(st.integers(0, 99), label="seed"))
+        batch, key_heads, group = data.draw(st.sampled_from([(1, 1, 1), (1, 2, 1), (2, 1, 2), (1, 1, 3), (3, 1, 1)]))
+        head_dim = data.draw(st.sampled_from([16, 24, 40, 80, 1]), label="head_dim")
+        value_dim = data.draw(st.sampled_from([None, 16, 24, 40, 3]), label="value_dim")
+        queries = data.draw(st.one_of(st.just(1), st.integers(2, 75), st.sampled_from([16, 32, 64])), label="queries")
+        keys = data.draw(st.one_of(st.just(queries), st.integers(1, 75), st.sampled_from([16, 32, 64])), label="keys")
+        call = qkv(batch, key_heads * group, queries, head_dim, keys=keys, key_heads=key_heads, value_dim=value_dim)
+        q_start = data.draw(
+            st.one_of(st.none(), st.integers(-queries - 3, keys + 3), st.integers(keys + 20, keys + 60)),
+            label="q_start",
+        )
+        mask: Any = data.draw(
+            st.one_of(
+                st.sampled_from([Causal(), Bidirectional()]),
+                st.builds(Window, st.integers(1, 40)),
+                st.builds(Blockwise, st.integers(1, 40)),
+            ),
+            label="mask",
+        )
+        stands = keys - queries if q_start is None else q_start
+        kind = data.draw(st.sampled_from(["plain", "padded", "packed"]), label="kind")
+        if kind == "packed" and stands >= 0 and stands + queries <= keys:
+            mask = mask.packed(data.draw(documents(data.draw(st.sampled_from([1, batch])), keys)))
+        elif kind == "padded":
+            rows = data.draw(st.sampled_from([1, batch]))
+            mask = mask.padded(torch.tensor([data.draw(st.integers(0, keys + 2)) for _ in range(rows)]))
+        call |= {"mask": mask, "q_start": q_start}
+        call["scale"] = data.draw(st.sampled_from([None, 0.3, -0.5, 0.0]), label="scale")
+        call["tolerance"] = data.draw(st.sampled_from([None, 0, 1e-6]), label="tolerance")
+        bias, ahead = data.draw(st.sampled_from(["none", "linear", "table"]), label="bias"), data.draw(st.booleans())
+        wide = data.draw(st.sampled_from([torch.float32, torch.float64]), label="the bias's dtype")
+        if bias == "linear":
+            heads = key_heads * group
+            slopes = 2.0 ** -torch.linspace(-1, 7, 2 * heads, dtype=wide)[torch.randperm(2 * heads)]
+            call["bias"] = Linear(slopes[:heads], slopes[heads:] if ahead else None)
+        elif bias == "table":
+            call["bias"] = table_for(call, ahead, spare=data.draw(st.integers(0, 20)), dtype=wide)
+        return call
+
+    return draw_call

@@ -28,27 +28,27 @@ def assert_like_reference(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 MASKS: dict[str, Any] = {
     "causal": Causal(),
-    "window": Window(20),
-    "blockwise": Blockwise(16),
+    "window": Window(15),
+    "blockwise": Blockwise(12),
     "full": Bidirectional(),
-    "padded": Causal().padded(torch.tensor([30, 0])),
-    "packed": Bidirectional().packed(torch.tensor([[0] * 20 + [20] * 50, [0] * 35 + [35] * 35])),
+    "padded": Causal().padded(torch.tensor([30, 0, 17])),
+    "packed": Bidirectional().packed((torch.arange(50) // 20 * 20).expand(3, -1)),
 }
 
 
-@ODD
 @pytest.mark.parametrize("where", "qkv")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("bias", ["linear", "table"])
 def test_odd_inputs_reach_whom_they_would_reach_in_the_reference(
-    odd: float, where: str, mask: str, bias: str, qkv: Callable[..., Call], bias_of: Callable[..., Any]
+    where: str, mask: str, bias: str, qkv: Callable[..., Call], bias_of: Callable[..., Any]
 ) -> None:
-    call = qkv(2, 1, 70, 16) | {"mask": MASKS[mask]}
+    call = qkv(3, 1, 50, 16) | {"mask": MASKS[mask]}
     call["bias"] = bias_of(bias, call)
-    call[where][0, 0, 25, 3] = odd  # hidden by the padding; outside some windows; ahead of some queries
-    call[where][1, 0, 47, 0] = odd
+    # Behind some queries and ahead of others, inside and outside of windows, in padding and in another document.
+    for b, odd in enumerate((torch.nan, torch.inf, -torch.inf)):
+        call[where][b, 0, 25, 3] = call[where][b, 0, 33, 0] = odd
     out, _ = assert_like_reference(call)
-    assert bool(out.isfinite().any())
+    assert not bool(out.isfinite().all())
 
 
 @ODD
@@ -57,7 +57,7 @@ def test_odd_inputs_reach_whom_they_would_reach_in_the_reference(
 def test_odd_inputs_beyond_reach_are_found(
     odd: float, where: str, mask: Any, qkv: Callable[..., Call], share_read: Callable[..., Any]
 ) -> None:
-    call = qkv(1, 2, 150, 16) | {"bias": Linear(torch.tensor([2.0, 0.5])), "mask": mask, "tolerance": 1e-4}
+    call = qkv(1, 1, 120, 16) | {"bias": Linear(torch.tensor([2.0])), "mask": mask, "tolerance": 1e-4}
     assert share_read(call).max() < 0.7
     call[where][0, :, 2] = odd
     assert_like_reference(call)
@@ -83,7 +83,7 @@ def test_a_value_of_no_weight_is_nan_if_it_is_infinite_as_zero_times_infinity_is
     assert bool(out[0, 0, 80:, 0].isnan().all())
 
 
-@pytest.mark.parametrize("bias", ["none", "linear", "linear ahead", "table", "table ahead"])
+@pytest.mark.parametrize("bias", ["none", "linear", "table"])
 @pytest.mark.parametrize("kind", [Causal(), Window(9), Blockwise(7), Bidirectional()], ids=["c", "w", "b", "f"])
 def test_who_sees_nothing_gets_nothing(
     kind: Any, bias: str, qkv: Callable[..., Call], bias_of: Callable[..., Any], gradients: Callable[..., Any]
@@ -103,16 +103,16 @@ def test_who_sees_nothing_gets_nothing(
 
 
 @pytest.mark.parametrize("mask", [Causal(), Bidirectional(), Window(30)], ids=["causal", "full", "window"])
-def test_a_table_may_hide_keys(mask: Any, qkv: Callable[..., Call], assert_as_defined: Callable[..., None]) -> None:
+def test_a_table_may_hide_keys(mask: Any, qkv: Callable[..., Call]) -> None:
     values = torch.randn(2, 60)
     values[0, 10:] = values[0, 3] = -torch.inf
     values[1, ::2] = -torch.inf
     call = qkv(1, 2, 60, 16) | {"bias": Table(values), "mask": mask}
-    assert_like_reference(call)
-    # (The reference's own gradient is NaN there: what a bias of −∞ hides is given here to the table as 0.)
-    out, lse = lengthen.attention(**call, backend="triton", return_lse=True)
+    out, lse = assert_like_reference(call)
     assert bool(out.isfinite().all())
-    assert bool((lse[:, 1, 0] == -torch.inf).all() or not isinstance(mask, Causal))
+    if not isinstance(mask, Bidirectional):  # the first query of the second head sees itself alone, and that is hidden
+        assert bool((lse[:, 1, 0] == -torch.inf).all())
+        assert bool((out[:, 1, 0] == 0).all())
 
 
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf], ids=str)

@@ -28,8 +28,11 @@ from lengthen.attention.kernels.tile import (
     visible,
 )
 
-NEAR = tl.constexpr(128)  # keys beside the diagonal that are read before reach is asked for the first time,
+NEAR = tl.constexpr(64)  # keys beside the diagonal that are read before reach is asked for the first time,
 AGAIN = tl.constexpr(1024)  # and before it is asked once more
+HEADROOM = tl.constexpr(60.0)  # by how many powers of two a weight may be above 1,
+LOST = tl.constexpr(2.0**-90)  # and how small a sum of weights is not trusted
+
 # Where reach knows from how long keys are: it does not ask, a pass over them (ball.py), or the caller's word.
 NO_REACH = tl.constexpr(0)
 MEASURED = tl.constexpr(1)
@@ -41,9 +44,12 @@ SLACK = tl.constexpr(1e-5)  # by which norms are widened for what their own roun
 def absorb(  # type: ignore[no-untyped-def]
     acc, total, top, q, k, v, kl, vl, lo, hi, keys, position, begin, end, scale, slope, ahead, table, here,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr,
-    BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, MASKED: tl.constexpr, STEADY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Read the keys [lo, hi) into a running softmax: Σ weight·v, Σ weight, and the score whose weight is 1."""
+    """Read the keys [lo, hi) into a running softmax: Σ weight·v, Σ weight, and the score whose weight is 1.
+
+    That score is the highest so far, or where STEADY the one it was: nothing then has to be searched or rescaled.
+    """
     for start in tl.range(lo, hi, N):
         start = tl.multiple_of(start, N)
         key = start + tl.arange(0, N)
@@ -54,15 +60,19 @@ def absorb(  # type: ignore[no-untyped-def]
             product, position[:, None], key[None, :], begin[:, None], end[:, None], scale, slope, ahead, table, here,
             MASKED, BIAS, TWO_SIDED,
         )  # fmt: skip
-        highest = tl.maximum(top, tl.max(score, 1))
-        unit = tl.where(highest == float("-inf"), 0.0, highest)
-        weight = tl.exp2(score - unit[:, None])
-        fade = tl.exp2(top - unit)
-        total = total * fade + tl.sum(weight, 1)
-        acc = acc * fade[:, None]
         values = load(base_v, tl.arange(0, N), vl, DV, keys - start, VALUES, MASKED)
+        if STEADY:
+            weight = tl.exp2(score - top[:, None])
+            total += tl.sum(weight, 1)
+        else:
+            highest = tl.maximum(top, tl.max(score, 1))
+            unit = tl.where(highest == float("-inf"), 0.0, highest)
+            weight = tl.exp2(score - unit[:, None])
+            fade = tl.exp2(top - unit)
+            total = total * fade + tl.sum(weight, 1)
+            acc = acc * fade[:, None]
+            top = highest
         acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
-        top = highest
     return acc, total, top
 
 
@@ -84,7 +94,8 @@ def forward(  # type: ignore[no-untyped-def]
     qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, table_stride, mask_stride,
     batch, heads, group, queries, keys, blocks, q_start, size, scale, tolerance,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, REACH: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, REACH: tl.constexpr, STEADY: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write out, lse and the keys that each block of queries read."""
     radius = notes
@@ -139,7 +150,7 @@ def forward(  # type: ignore[no-untyped-def]
         near_hi = tl.maximum(tl.minimum(here + M, hi), near_lo)
         acc, total, top = absorb(
             acc, total, top, queries_here, k, v, kl, vl, near_lo, near_hi, keys, position, begin, end,
-            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, PRECISION,
+            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, False, PRECISION,
         )  # fmt: skip
         near_hi = tl.minimum(above(near_hi, N), above(hi, N))
         behind = bound - tl.log2(one_less_exp(slope))
@@ -150,7 +161,7 @@ def forward(  # type: ignore[no-untyped-def]
             start = tl.maximum(low, near_lo - AGAIN)
             acc, total, top = absorb(
                 acc, total, top, queries_here, k, v, kl, vl, start, near_lo, keys, position, begin, end,
-                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, PRECISION,
+                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, False, PRECISION,
             )  # fmt: skip
             near_lo = start
         onward = bound - tl.log2(one_less_exp(ahead))
@@ -161,7 +172,7 @@ def forward(  # type: ignore[no-untyped-def]
             stop = tl.minimum(high, near_hi + AGAIN)
             acc, total, top = absorb(
                 acc, total, top, queries_here, k, v, kl, vl, near_hi, stop, keys, position, begin, end,
-                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, PRECISION,
+                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, False, PRECISION,
             )  # fmt: skip
             near_hi = tl.maximum(above(stop, N), near_hi)
         lo, hi = near_lo, tl.minimum(near_hi, hi)
@@ -171,31 +182,40 @@ def forward(  # type: ignore[no-untyped-def]
             near = tl.maximum(full_hi - NEAR, full_lo)
         acc, total, top = absorb(
             acc, total, top, queries_here, k, v, kl, vl, near, hi, keys, position, begin, end,
-            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, PRECISION,
+            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, False, PRECISION,
         )  # fmt: skip
         if REACH != NO_REACH:
             behind = bound - tl.log2(one_less_exp(slope))
             place = reach(top, total, behind, 0.0 * offset, slope, begin >= near)
             low = lowest(place, here, lo, near, N)
             start = tl.maximum(tl.maximum(low, full_lo), near - AGAIN)
+            if STEADY:  # no unread key's weight is above 2^HEADROOM now: the unit need not change any more
+                ceiling = bound + tl.log2(tolerance) + slope * (near - here).to(tl.float32)
+                unit = tl.maximum(top, ceiling - HEADROOM)
+                fade = tl.exp2(top - unit)
+                acc, total, top = acc * fade[:, None], total * fade, unit
             acc, total, top = absorb(
                 acc, total, top, queries_here, k, v, kl, vl, start, near, keys, position, begin, end,
-                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, PRECISION,
+                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, STEADY, PRECISION,
             )  # fmt: skip
-            near = start
-            if near > low:
-                place = reach(top, total, behind, 0.0 * offset, slope, begin >= near)
-                low = tl.maximum(low, lowest(place, here, lo, near, N))
-            lo = tl.minimum(low, near)
+            if start > low:
+                place = reach(top, total, behind, 0.0 * offset, slope, begin >= start)
+                low = tl.maximum(low, lowest(place, here, lo, start, N))
+            acc, total, top = absorb(
+                acc, total, top, queries_here, k, v, kl, vl, tl.maximum(low, full_lo), start, keys, position, begin, end,
+                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, STEADY, PRECISION,
+            )  # fmt: skip
+            lo = tl.minimum(low, start)
             full_lo = tl.maximum(full_lo, lo)
-        acc, total, top = absorb(
-            acc, total, top, queries_here, k, v, kl, vl, full_lo, near, keys, position, begin, end,
-            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, PRECISION,
-        )  # fmt: skip
+        else:
+            acc, total, top = absorb(
+                acc, total, top, queries_here, k, v, kl, vl, full_lo, near, keys, position, begin, end,
+                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, False, PRECISION,
+            )  # fmt: skip
         if MASK != CAUSAL and MASK != FULL:
             acc, total, top = absorb(
                 acc, total, top, queries_here, k, v, kl, vl, lo, full_lo, keys, position, begin, end,
-                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, PRECISION,
+                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, False, PRECISION,
             )  # fmt: skip
 
     result = acc / tl.where(total == 0, 1.0, total)[:, None]
@@ -214,7 +234,8 @@ def forward(  # type: ignore[no-untyped-def]
     tl.atomic_max(far + 2 * of_head, here + M - lo, sem="relaxed")
     tl.atomic_max(far + 2 * of_head + 1, hi - here, sem="relaxed")
     # A value that is not finite shows in what its own block reads: then `repair` does the whole call again.
-    strange = tl.sum(acc * 0.0, 1) != 0.0
+    # The same where a steady unit was so far from all scores that their weights are lost.
+    strange = (tl.sum(acc * 0.0, 1) != 0.0) | ((begin <= end) & (total < LOST))
     tl.store(odd + row * 0, 1, mask=strange)
 
 

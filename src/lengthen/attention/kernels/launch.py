@@ -14,7 +14,7 @@ from lengthen.attention.kernels.shapes import Shape
 NO_REACH, MEASURED, GIVEN = 0, 1, 2
 NONE, LINEAR, TABLE = 0, 1, 2
 LOG2E = math.log2(math.e)
-BALL_ROWS, BALL_KEYS = 64, 512  # keys that a program of the pass over them loads at once, and takes in all
+BALL_ROWS, BALL_KEYS = 128, 256  # keys that a program of the pass over them loads at once, and takes in all
 REPAIRED, REPAIRERS = 32, 264  # rows of the repair's blocks, and its programs, which mostly end at once
 PROGRAMS = 1024  # of the pass for a table's gradient: enough to fill a GPU
 
@@ -127,9 +127,13 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tens
         (q, k, v, out, lse, spans, notes, *call.biases, centre, q if key_norm is None else key_norm),
         (*strides, *call.sizes(blocks)),
         (call.scale, call.tolerance / 2 if call.two_sided else call.tolerance),
-        (*call.widths, call.rows, shape.keys, call.mask, call.bias, call.two_sided, reach, call.precision),
+        (
+            *(*call.widths, call.rows, shape.keys, call.mask, call.bias, call.two_sided, reach),
+            *(q.dtype != torch.float16, call.precision),  # whose weights must not be far from 1
+        ),
         shape.warps,
         shape.stages,
+        shape.registers,
     )
     blocks = -(-call.queries // REPAIRED)
     _repair(
@@ -177,6 +181,7 @@ def run_backward(
         ),
         shape.warps,
         shape.stages,
+        shape.registers,
     )
     shape = call.shape("of_keys")
     blocks = -(-call.keys // shape.keys)
@@ -191,6 +196,7 @@ def run_backward(
         ),
         shape.warps,
         shape.stages,
+        shape.registers,
     )
     d_behind = d_ahead = None
     if slopes:
@@ -236,6 +242,7 @@ def _of_table(call: Call, sums: Tensor, d_out: Tensor, shares: Tensor) -> tuple[
         (*call.widths, side, call.mask, call.precision),
         shape.warps,
         shape.stages,
+        shape.registers,
     )
     both = sums.new_zeros(call.heads, ends_ahead - 1 + ends)
     _fold(

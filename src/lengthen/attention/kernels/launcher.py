@@ -30,6 +30,7 @@ class Launcher:
         constants: tuple[Any, ...],
         warps: int,
         stages: int,
+        registers: int | None = None,
     ) -> None:
         """Launch on the current stream of the tensors' device."""
         first = tensors[0]
@@ -41,11 +42,13 @@ class Launcher:
             constants,
             warps,
             stages,
+            registers,
         )
         compiled = self.kept.get(key)
         if compiled is not None:
             compiled[grid](*tensors, *numbers, *floats, *constants)
             return
-        compiled = self.kernel[grid](*tensors, *numbers, *floats, *constants, num_warps=warps, num_stages=stages)
+        options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
+        compiled = self.kernel[grid](*tensors, *numbers, *floats, *constants, **options)
         if first.is_cuda:  # the interpreter compiles nothing
             self.kept[key] = compiled

@@ -1,9 +1,9 @@
 """What the forward cannot do at speed: values that are NaN or infinite, as the reference has them.
 
 A tensor core multiplies a weight of 0 by NaN and gets NaN, so a value that a query does not see would spoil it; and reach
-leaves values unread that the reference would have met. The forward notes when a result of its own is not finite. Then,
-and only then, this kernel computes the call's output once more from lse, reading everything: visible values that are not
-finite are counted apart from the others. Otherwise its programs look at the note and end.
+leaves values unread that the reference would have met. The forward notes when a result of its own is not finite, or
+cannot be trusted. Then, and only then, this kernel computes the call once more, reading everything: visible values that
+are not finite are counted apart from the others. Otherwise its programs look at the note and end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def repair(  # type: ignore[no-untyped-def]
     """Write the output again if the note says so."""
     if tl.load(notes + batch * (heads // group) + 2 * batch * heads) == 0:
         return
-    for item in range(tl.program_id(0), batch * heads * blocks, tl.num_programs(0)):
+    one = tl.program_id(0)
+    for turn in tl.range(0, (batch * heads * blocks - one + tl.num_programs(0) - 1) // tl.num_programs(0)):
+        item = one + turn * tl.num_programs(0)
         block, h, b = item % blocks, item // blocks % heads, item // (blocks * heads)
         base_q = q + b.to(tl.int64) * qb + h.to(tl.int64) * qh
         base_k = k + b.to(tl.int64) * kb + (h // group).to(tl.int64) * kh
@@ -42,14 +44,32 @@ def repair(  # type: ignore[no-untyped-def]
         if BIAS == LINEAR:
             slope = tl.load(slopes + h).to(tl.float32) * LOG2E
             ahead = tl.load(slopes_ahead + h).to(tl.float32) * LOG2E
-        log_sum = tl.load(lse + (b * heads + h).to(tl.int64) * queries + row) * LOG2E
-        blind = log_sum == float("-inf")
-        log_sum = tl.where(blind, 0.0, log_sum + row_term(position, here, slope, BIAS, TWO_SIDED))
+        top = tl.full([M], float("-inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+        for start in tl.range(lo, hi, N):
+            start = tl.multiple_of(start, N)
+            key = start + tl.arange(0, N)
+            keys_here = load(base_k + start.to(tl.int64) * kl, tl.arange(0, N), kl, D, keys - start, WIDTH, True)
+            product = tl.dot(queries_here, tl.trans(keys_here.to(tl.float32)), input_precision="ieee")
+            score = scores(
+                product, position[:, None], key[None, :], begin[:, None], end[:, None], scale * LOG2E, slope, ahead,
+                table + h.to(tl.int64) * table_stride, here, True, BIAS, TWO_SIDED,
+            )  # fmt: skip
+            highest = tl.maximum(top, tl.max(score, 1))
+            unit = tl.where(highest == float("-inf"), 0.0, highest)
+            total = total * tl.exp2(top - unit) + tl.sum(tl.exp2(score - unit[:, None]), 1)
+            top = highest
+        settled = (top == float("inf")) | (total == 0)
+        log_sum = tl.where(settled, top, top + tl.log2(total))
+        true = (log_sum - row_term(position, here, slope, BIAS, TWO_SIDED)) / LOG2E
+        tl.store(lse + (b * heads + h).to(tl.int64) * queries + actual, true, mask=actual < queries)
+        log_sum = tl.where(log_sum == float("-inf"), 0.0, log_sum)
         finite = tl.zeros([M, VALUES], tl.float32)
         nan = tl.zeros([M, VALUES], tl.float32)
         plus = tl.zeros([M, VALUES], tl.float32)
         minus = tl.zeros([M, VALUES], tl.float32)
-        for start in range(lo, hi, N):
+        for start in tl.range(lo, hi, N):
+            start = tl.multiple_of(start, N)
             key = start + tl.arange(0, N)
             keys_here = load(base_k + start.to(tl.int64) * kl, tl.arange(0, N), kl, D, keys - start, WIDTH, True)
             values = load(base_v + start.to(tl.int64) * vl, tl.arange(0, N), vl, DV, keys - start, VALUES, True)

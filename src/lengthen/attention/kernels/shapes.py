@@ -17,6 +17,7 @@ class Shape:
     keys: int
     warps: int
     stages: int
+    registers: int | None = None  # at most, for a thread: fewer let more programs share a multiprocessor
 
     @staticmethod
     def of(kernel: str, head_dim: int, value_dim: int, dtype: torch.dtype) -> Shape:

@@ -1,0 +1,149 @@
+"""The backward kernels give the reference's gradients: of q, k, v, slopes and tables, through out and through lse."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import lengthen
+from lengthen import Bidirectional, Causal, Linear, Table, Window
+from lengthen.attention.kernels import shapes
+from lengthen.attention.kernels.shapes import Shape
+
+Call = dict[str, Any]
+Check = Callable[..., None]
+BIASES = ("none", "linear", "linear ahead", "table", "table ahead")
+MASKS = [kind + more for kind in ("causal", "window", "blockwise", "full") for more in ("", " padded", " packed")]
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+@given(data=st.data())
+def test_is_the_reference_for_any_call(
+    data: st.DataObject, any_call: Callable[..., Call], assert_as_defined: Check
+) -> None:
+    # A slope's gradient is a difference of sums that grow with the distance: 100 where queries stand beyond the keys.
+    assert_as_defined(any_call(data), "triton", rest=1e-5, **dict.fromkeys(("dslopes", "dslopes ahead"), 3e-4))
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_is_the_reference_for_every_mask_and_bias(
+    mask: str,
+    bias: str,
+    qkv: Callable[..., Call],
+    mask_of: Callable[..., Any],
+    bias_of: Callable[..., Any],
+    assert_as_defined: Check,
+) -> None:
+    call = qkv(2, 2, 45, 16, key_heads=1) | {"mask": mask_of(mask, 45)}
+    call["bias"] = bias_of(bias, call)
+    assert_as_defined(call, "triton", rest=1e-5)
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        {"forward": Shape(16, 16, 4, 1)},
+        {"forward": Shape(64, 16, 4, 1), "of_queries": Shape(32, 32, 4, 1), "of_keys": Shape(64, 16, 4, 1)},
+        {"of_queries": Shape(32, 16, 4, 1), "of_keys": Shape(32, 16, 4, 1), "of_table": Shape(32, 32, 4, 1)},
+    ],
+    ids=["short", "tall", "mixed"],
+)
+@pytest.mark.parametrize("bias", ["linear", "table"])
+@pytest.mark.parametrize("mask", [Causal(), Bidirectional(), Window(21)], ids=["causal", "full", "window"])
+def test_blocks_may_have_any_shape(
+    mask: Any,
+    bias: str,
+    blocks: dict[str, Shape],
+    qkv: Callable[..., Call],
+    bias_of: Callable[..., Any],
+    assert_as_defined: Check,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for key in shapes.SHAPES:
+        if key[0] in blocks:
+            monkeypatch.setitem(shapes.SHAPES, key, blocks[key[0]])
+    call = qkv(1, 1, 75, 16) | {"mask": mask}
+    call["bias"] = bias_of(bias, call)
+    assert_as_defined(call, "triton", rest=1e-5)
+
+
+@pytest.mark.parametrize("programs", [1, 20, 1000])
+def test_a_table_s_gradient_is_summed_over_sequences_in_any_number_of_parts(
+    programs: int, qkv: Callable[..., Call], assert_as_defined: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("lengthen.attention.kernels.launch"), "PROGRAMS", programs)
+    call = qkv(3, 2, 20, 16, key_heads=1) | {"bias": Table(torch.randn(2, 20), torch.randn(2, 25))}
+    assert_as_defined(call | {"mask": Bidirectional()}, "triton", rest=1e-5)
+
+
+@pytest.mark.parametrize("through", ["out", "lse"])
+@pytest.mark.parametrize("bias", ["none", "linear", "table"])
+def test_a_gradient_may_come_through_one_result_alone(
+    bias: str, through: str, qkv: Callable[..., Call], bias_of: Callable[..., Any]
+) -> None:
+    call = qkv(1, 2, 40, 16)
+    call["bias"] = bias_of(bias, call)
+    weight = torch.randn(1, 2, 40, dtype=torch.float64)
+    grads: list[tuple[Tensor, ...]] = []
+    for backend, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        leaves = [call[name].to(dtype).requires_grad_() for name in "qkv"[: 2 if through == "lse" else 3]]
+        given: Call = call | dict(zip("qkv", leaves, strict=False))
+        given["v"] = given["v"].to(dtype)
+        if bias != "none":
+            leaves.append(call["bias"].tensors[0].to(dtype).requires_grad_())
+            given["bias"] = type(call["bias"])(leaves[-1])
+        out, lse = lengthen.attention(**given, backend=backend, return_lse=True)
+        result = lse if through == "lse" else out.square().sum(-1)
+        grads.append(torch.autograd.grad((result * weight.to(dtype)).sum(), leaves))
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-5 * max(1.0, theirs.abs().max().item()))
+
+
+@pytest.mark.parametrize("bias", ["linear ahead", "table ahead"])
+def test_two_runs_are_equal_to_the_bit(
+    bias: str, qkv: Callable[..., Call], bias_of: Callable[..., Any], gradients: Callable[..., dict[str, Tensor]]
+) -> None:
+    call = qkv(2, 2, 60, 16, key_heads=1) | {"mask": Bidirectional()}
+    call["bias"] = bias_of(bias, call)
+    one, two = gradients(call, "triton"), gradients(call, "triton")
+    assert len(one) == 7
+    for name in one:
+        assert torch.equal(one[name], two[name]), name
+
+
+def test_only_what_asks_gets_a_gradient(qkv: Callable[..., Call]) -> None:
+    call = qkv(1, 2, 40, 16)
+    slopes, ahead = torch.tensor([0.5, 0.1]), torch.tensor([0.2, 0.3], requires_grad=True)
+    out = lengthen.attention(**call, bias=Linear(slopes, ahead), mask=Bidirectional(), backend="triton")
+    out.square().sum().backward()
+    assert ahead.grad is not None
+    assert ahead.grad.abs().min() > 0
+    assert slopes.grad is None
+    assert all(call[name].grad is None for name in "qkv")
+    call["v"].requires_grad_()
+    lengthen.attention(**call, bias=Linear(slopes), backend="triton").sum().backward()
+    assert call["v"].grad is not None
+
+
+def test_the_graph_may_be_used_twice(qkv: Callable[..., Call]) -> None:
+    call, values = qkv(1, 2, 40, 16), torch.randn(2, 40, requires_grad=True)
+    out, lse = lengthen.attention(**call, bias=Table(values), backend="triton", return_lse=True)
+    loss = out.square().sum() + lse.sum()
+    (first,) = torch.autograd.grad(loss, values, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, values)
+    assert torch.equal(first, second)
+
+
+def test_a_second_derivative_is_refused(qkv: Callable[..., Call]) -> None:
+    call = qkv(1, 1, 20, 16)
+    q = call.pop("q").requires_grad_()
+    out = lengthen.attention(q, **call, backend="triton")
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"differentia|derivative"):
+        grad.square().sum().backward()

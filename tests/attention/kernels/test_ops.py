@@ -1,0 +1,246 @@
+"""The registered ops and the call before them: torch's own checks, torch.compile, what is refused, what memory holds."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import lengthen
+from lengthen import Bidirectional, Blockwise, Causal, Decay, Linear, Table, Window
+from lengthen.attention import Mask, kernels
+from lengthen.attention.kernels.ops import attend
+
+Call = dict[str, Any]
+
+
+@pytest.fixture
+def compiler() -> Any:
+    """Forget what torch.compile knows, before a test and after it."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def op_args(case: str, qkv: Callable[..., Call]) -> tuple[Any, ...]:
+    """Return the op's arguments: q, k, v, bias (2), listed mask (2), key_norm; mask, size, linear, two-sided; numbers."""
+    call = qkv(1, 2, 20, 16, keys=24, key_heads=1, value_dim=24)
+    q, k, v = (call[name].requires_grad_() for name in "qkv")
+    slopes = torch.tensor([1.0, 0.2], requires_grad=True)
+    values = torch.randn(2, 30, requires_grad=True)
+    listed = [x.to(torch.int32) for x in Causal().padded(torch.tensor([3])).interval(20, 24, 4, q.device)]
+    none = (None, None)
+    numbers = (0.25, 4, 1e-4)
+    return {
+        "plain": (q, k, v, *none, *none, None, 0, 0, False, False, *numbers),
+        "alibi": (q, k, v, slopes, None, *none, None, 0, 0, True, False, *numbers),
+        "both sides": (q, k, v, slopes, slopes.flip(0), *none, None, 3, 0, True, True, *numbers),
+        "norm given": (q, k, v, slopes.detach(), None, *none, torch.full((1, 1), 9.0), 1, 8, True, False, *numbers),
+        "table": (q, k, v, values, None, *listed, None, 4, 0, False, False, *numbers),
+        "two tables": (q, k, v, values, values.detach().flip(1), *none, None, 3, 0, False, True, *numbers),
+    }[case]
+
+
+@pytest.mark.parametrize("case", ["plain", "alibi", "both sides", "norm given", "table", "two tables"])
+def test_torch_finds_nothing_wrong_with_the_op(case: str, qkv: Callable[..., Call]) -> None:
+    torch.library.opcheck(attend, op_args(case, qkv))
+
+
+@pytest.mark.parametrize("bias", ["none", "linear", "table"])
+@pytest.mark.parametrize("mask", [Window(12), Bidirectional(), Causal()], ids=["window", "full", "causal"])
+def test_compiled_into_one_graph_it_is_the_same(
+    mask: Any, bias: str, qkv: Callable[..., Call], bias_of: Callable[..., Any], compiler: None
+) -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor, parameter: Tensor | None) -> Tensor:
+        of = None if parameter is None else Linear(parameter) if parameter.dim() == 1 else Table(parameter)
+        out, lse = kernels.attention(2 * q, k, v, of, mask, 0.25, k.shape[2] - q.shape[2], 0.0)
+        return out.sin() * lse.unsqueeze(-1)
+
+    call = qkv(1, 2, 20, 16, keys=30)
+    given = bias_of(bias, call | {"mask": mask})
+    leaves = [call[name].requires_grad_() for name in "qkv"]
+    parameter = None if given is None else given.tensors[0].requires_grad_()
+    leaves += [] if parameter is None else [parameter]
+    graphs = CompileCounterWithBackend("aot_eager")
+    found = []
+    for function in (layer, torch.compile(layer, backend=graphs, fullgraph=True)):
+        out = function(call["q"], call["k"], call["v"], parameter)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert graphs.frame_count == 1
+    for eager, compiled in zip(*found, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+def test_one_graph_serves_all_lengths(qkv: Callable[..., Call], compiler: None) -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        return kernels.attention(q, k, v, Linear(slopes), Causal(), 0.25, k.shape[2] - q.shape[2], 1e-6)[0]
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    slopes = torch.tensor([1.0, 0.3], requires_grad=True)
+
+    def step(queries: int, keys: int) -> None:
+        call = qkv(1, 2, queries, 16, keys=keys)
+        q, k, v = (call[name] for name in "qkv")
+        got, expected = compiled(q, k, v, slopes), layer(q, k, v, slopes)
+        assert torch.equal(got, expected)
+        for ours, theirs in zip(*(torch.autograd.grad(x.sum(), slopes) for x in (got, expected)), strict=True):
+            assert torch.equal(ours, theirs)
+
+    step(20, 20)
+    step(20, 30)  # fewer queries than keys may be another graph
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for queries, keys in ((24, 24), (33, 33), (10, 40), (48, 70)):
+            step(queries, keys)
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.jvp], ids=["vmap", "jvp"])
+def test_what_torch_cannot_transform_is_an_error_and_not_a_wrong_result(
+    transform: Any, qkv: Callable[..., Call]
+) -> None:
+    call = qkv(1, 1, 10, 16)
+
+    def layer(q: Tensor) -> Tensor:
+        return kernels.attention(q, call["k"], call["v"], None, Causal(), 0.25, 0, 0.0)[0]
+
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        if transform is torch.func.vmap:
+            torch.func.vmap(layer)(torch.randn(3, 1, 1, 10, 16))
+        else:
+            torch.func.jvp(layer, (call["q"],), (torch.ones_like(call["q"]),))
+
+
+def test_autocast_changes_nothing(qkv: Callable[..., Call], gradients: Callable[..., dict[str, Tensor]]) -> None:
+    call = qkv(1, 2, 40, 16) | {"bias": Linear(torch.tensor([0.5, 0.1]))}
+    expected = gradients(call, "triton")
+    with torch.autocast("cpu", torch.bfloat16):
+        got = gradients(call, "triton")
+    for name in expected:
+        assert got[name].dtype == expected[name].dtype
+        assert torch.equal(got[name], expected[name]), name
+
+
+def test_one_s_own_mask_is_not_for_them(qkv: Callable[..., Call]) -> None:
+    class Around(Mask):
+        def span(self, position: Tensor) -> tuple[Tensor, Tensor]:
+            return position - 3, position + 3
+
+    class Near(Causal):
+        def span(self, position: Tensor) -> tuple[Tensor, Tensor]:
+            return position - 3, position
+
+    for mask in (Around(), Near()):
+        with pytest.raises(ValueError, match="'triton' cannot do this call: they know no mask of one's own"):
+            lengthen.attention(**qkv(1, 2, 10, 16), mask=mask, backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({name: torch.zeros(1, 2, 10, 16).double() for name in "qkv"}, "they compute in float32 at most"),
+        ({name: torch.zeros(1, 2, 10, 300) for name in "qkv"}, "head_dim and value width may be 256 at most"),
+        ({"v": torch.zeros(1, 2, 10, 257)}, "head_dim and value width may be 256 at most"),
+        ({"decay": Decay(torch.ones(16))}, "they know no decay"),
+        ({name: torch.zeros(0, 2, 10, 16) for name in "qkv"}, "there is nothing to read"),
+    ],
+    ids=["float64", "head_dim", "value width", "decay", "nothing"],
+)
+def test_what_they_cannot_do_is_refused_with_the_reason(change: Call, reason: str, qkv: Callable[..., Call]) -> None:
+    with pytest.raises(ValueError, match=f"backend: 'triton' cannot do this call: {reason}"):
+        lengthen.attention(**qkv(1, 2, 10, 16) | change, backend="triton")
+    if "decay" not in change:
+        with pytest.raises(ValueError, match=f"q: not for the kernels: {reason}"):
+            kernels.spans(**qkv(1, 2, 10, 16) | change)
+
+
+def test_without_the_interpreter_they_are_not_for_a_cpu(
+    qkv: Callable[..., Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "interpreted", lambda: False)
+    with pytest.raises(ValueError, match="cannot do this call: they run on an NVIDIA GPU, and q is on cpu"):
+        lengthen.attention(**qkv(1, 2, 10, 16), backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("norm", "error", "message"),
+    [
+        (3.0, TypeError, r"key_norm: expected a tensor, got 3\.0"),
+        (
+            torch.ones(1, 2).double(),
+            ValueError,
+            r"key_norm: expected a torch\.float32 tensor of shape \[1, 2\], got .*64",
+        ),
+        (torch.ones(1, 4), ValueError, r"key_norm: expected a torch\.float32 tensor of shape \[1, 2\], got .*\[1, 4\]"),
+        (torch.ones(1, 2, device="meta"), ValueError, r"key_norm: expected a tensor on cpu like q, got .*meta"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["triton", None])
+def test_a_key_norm_that_does_not_fit_is_refused(
+    norm: Any, error: type[Exception], message: str, backend: str | None, qkv: Callable[..., Call]
+) -> None:
+    with pytest.raises(error, match=message):
+        lengthen.attention(**qkv(1, 4, 10, 16, key_heads=2), key_norm=norm, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "native", None])
+def test_other_backends_take_a_key_norm_and_do_not_need_it(backend: str | None, qkv: Callable[..., Call]) -> None:
+    call = qkv(1, 2, 10, 16)
+    norm = call["k"].norm(dim=-1).amax(dim=-1)
+    got = lengthen.attention(**call, key_norm=norm, backend=backend)
+    assert torch.equal(got, lengthen.attention(**call, backend=backend))
+
+
+@pytest.mark.parametrize("mask", [Causal(), Bidirectional(), Blockwise(9)], ids=["causal", "full", "blockwise"])
+def test_strides_make_no_difference(mask: Any, gradients: Callable[..., dict[str, Tensor]]) -> None:
+    transposed = [x.transpose(1, 2) for x in torch.randn(3, 2, 40, 2, 16)]  # [B, L, H, D], as projections give it
+    packed = list(torch.randn(2, 40, 3, 2, 16).permute(2, 0, 3, 1, 4))  # q, k and v from one product
+    wide = list(torch.randn(3, 2, 2, 16, 40).mT)  # features apart from each other
+    shared = [torch.randn(2, 2, 40, 16), *torch.randn(2, 2, 1, 40, 16).expand(-1, -1, 2, -1, -1)]
+    halves = list(torch.randn(3, 2, 2, 40, 32)[..., 5:21])  # rows that begin anywhere
+    slopes, table = torch.tensor([0.5, 9.0, 0.1, 9.0])[::2], torch.randn(40, 2).mT
+    for q, k, v in (transposed, packed, wide, shared, halves):
+        call = {"q": q, "k": k, "v": v, "bias": Linear(slopes, slopes.flip(0)), "mask": mask}
+        dense = {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in call.items()}
+        got, expected = gradients(call, "triton"), gradients(dense, "triton")
+        for name in expected:
+            torch.testing.assert_close(got[name], expected[name], rtol=0, atol=2e-6, msg=name)
+    for bias in (Linear(slopes), Linear(slopes, slopes), Table(table), Table(table, table)):
+        call["bias"] = bias
+        dense["bias"] = type(bias)(*(None if x is None else x.contiguous() for x in bias.tensors))
+        ours, theirs = (lengthen.attention(**x, backend="triton") for x in (call, dense))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+def test_a_gradient_may_come_with_any_strides(qkv: Callable[..., Call]) -> None:
+    call = qkv(1, 2, 40, 16)
+    leaves = [call[name].requires_grad_() for name in "qkv"]
+    d_out, d_lse = torch.randn(1, 2, 16, 40).mT, torch.randn(1, 40, 2).mT
+    grads = []
+    for pair in ((d_out, d_lse), (d_out.contiguous(), d_lse.contiguous()), (torch.ones(()), torch.ones(()))):
+        out, lse = lengthen.attention(**call, backend="triton", return_lse=True)
+        grads.append(torch.autograd.grad((out, lse), leaves, (pair[0].expand_as(out), pair[1].expand_as(lse))))
+    for ours, theirs in zip(*grads[:2], strict=True):
+        assert torch.equal(ours, theirs)
+    out, lse = lengthen.attention(**call, backend="reference", return_lse=True)
+    for ours, theirs in zip(grads[2], torch.autograd.grad(out.sum() + lse.sum(), leaves), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_out_has_its_heads_in_memory_as_the_queries_have_them(qkv: Callable[..., Call]) -> None:
+    call = qkv(2, 3, 20, 16, value_dim=24)
+    assert lengthen.attention(**call, backend="triton").is_contiguous()
+    call["q"] = call["q"].transpose(1, 2).contiguous().transpose(1, 2)
+    assert lengthen.attention(**call, backend="triton").transpose(1, 2).is_contiguous()
+
+
+def test_on_a_cpu_the_call_does_not_pick_them(qkv: Callable[..., Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("picked")
+
+    monkeypatch.setattr(kernels, "attention", refuse)
+    for bias in (None, Linear(torch.tensor([0.5, 0.1])), Table(torch.randn(2, 40))):
+        lengthen.attention(**qkv(1, 2, 40, 16), bias=bias)
+        lengthen.attention(**qkv(1, 2, 40, 16), bias=bias, return_lse=True)
+    with pytest.raises(AssertionError, match="picked"):
+        lengthen.attention(**qkv(1, 2, 40, 16), backend="triton")
