@@ -91,8 +91,8 @@ def attention(
             None: half a unit in the last place of the output's dtype; 0 reads everything.
         return_lse: return (out, lse) with lse `[batch, heads, queries]`, as `merge` takes them.
         backend: "reference", "chunked", "native" or "triton" forces one; None picks.
-        key_norm: a number that no key's norm is above, float32 `[batch, key_heads]`, where one is kept (a cache keeps it
-            as it grows). With it the GPU kernels need not look at far keys to know that they may leave them unread.
+        key_norm: a number that no key's norm is above, float32 `[batch, key_heads]`, where one is kept (as a cache can
+            while it grows). With it the GPU kernels need not look at far keys to know that they may leave them unread.
 
     Returns:
         out `[batch, heads, queries, value width]` in q's dtype. A query that sees no key gives 0 and lse −∞.
@@ -108,10 +108,9 @@ def attention(
             settled = check_call(q, k, v, bias, decay, mask, scale, q_start, tolerance, key_norm)
             if native.traceable(q, k, v, bias, decay, mask, settled.q_start, return_lse):
                 return native.attention(q, k, v, bias, decay, mask, settled.scale, settled.q_start)
-            if not kernels.unfit(q, v, decay, mask):
-                out, lse = kernels.attention(
-                    q, k, v, bias, mask, settled.scale, settled.q_start, settled.tolerance, key_norm
-                )
+            if q.is_cuda and not kernels.unfit(q, v, bias, decay, mask):
+                call = (q, k, v, bias, decay, mask, settled.scale, settled.q_start)
+                out, lse = kernels.attention(*call, settled.tolerance, key_norm)
                 return (out, lse) if return_lse else out
         # How far to read depends on the data, so torch.compile works around other calls. (As a decorator, `disable`
         # would load the compiler with the package, and double the time that its import takes.)
@@ -145,9 +144,9 @@ def _attend(
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}{hint}")
     if backend == "triton":
-        if reason := kernels.unfit(q, v, decay, mask):
+        if reason := kernels.unfit(q, v, bias, decay, mask):
             raise ValueError(f"backend: 'triton' cannot do this call: {reason}")
-        return kernels.attention(q, k, v, bias, mask, settled.scale, settled.q_start, settled.tolerance, key_norm)
+        return kernels.attention(*call, settled.tolerance, key_norm)
     # Scores, distances and sums stay in float32 and more: autocast would put them into 16 bits.
     with torch.autocast(q.device.type, enabled=False):
         if backend == "reference":
@@ -177,12 +176,11 @@ def _on_gpu(
     Torch's own attention takes what it can, so that there, as under torch.compile, a key or value that is NaN may reach
     queries that do not see it.
     """
-    if decay is None and q.dtype != torch.float64:
-        if native.traceable(q, k, v, bias, decay, mask, q_start, return_lse) and q.numel():
-            return "torch"
-        if not kernels.unfit(q, v, decay, mask):
-            return "triton"
-    return None
+    if q.dtype == torch.float64 or not q.numel():
+        return None
+    if decay is None and native.traceable(q, k, v, bias, decay, mask, q_start, return_lse):
+        return "torch"
+    return None if kernels.unfit(q, v, bias, decay, mask) else "triton"
 
 
 def check_call(

@@ -190,10 +190,10 @@ def any_call(
 
     def draw_call(data: st.DataObject) -> Call:
         torch.manual_seed(data.draw(st.integers(0, 99), label="seed"))
-        batch, key_heads, group = data.draw(st.sampled_from([(1, 1, 1), (1, 2, 1), (2, 1, 2), (1, 1, 3), (3, 1, 1)]))
+        batch, key_heads, group = data.draw(st.sampled_from([(1, 1, 1), (1, 2, 1), (2, 1, 2), (2, 1, 1)]))
         head_dim = data.draw(st.sampled_from([16, 24, 40, 80, 1]), label="head_dim")
         value_dim = data.draw(st.sampled_from([None, 16, 24, 40, 3]), label="value_dim")
-        queries = data.draw(st.one_of(st.just(1), st.integers(2, 75), st.sampled_from([16, 32, 64])), label="queries")
+        queries = data.draw(st.one_of(st.just(1), st.integers(2, 55), st.sampled_from([16, 32, 48])), label="queries")
         keys = data.draw(st.one_of(st.just(queries), st.integers(1, 75), st.sampled_from([16, 32, 64])), label="keys")
         call = qkv(batch, key_heads * group, queries, head_dim, keys=keys, key_heads=key_heads, value_dim=value_dim)
         q_start = data.draw(

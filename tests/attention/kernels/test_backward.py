@@ -17,21 +17,25 @@ from lengthen.attention.kernels.shapes import Shape
 
 Call = dict[str, Any]
 Check = Callable[..., None]
-BIASES = ("none", "linear", "linear ahead", "table", "table ahead")
-MASKS = [kind + more for kind in ("causal", "window", "blockwise", "full") for more in ("", " padded", " packed")]
+SLOPES = {"dslopes": 1e-4, "dslopes ahead": 1e-4}  # sums over distances lose a digit or two
+EVERY = [
+    (kind + more, bias)
+    for kind in ("causal", "window", "blockwise", "full")
+    for more in ("", " padded", " packed")
+    for bias in ("none", "linear", "table", "linear ahead", "table ahead")
+    if kind == "full" or "ahead" not in bias
+]
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+@settings(max_examples=20, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(data=st.data())
 def test_is_the_reference_for_any_call(
     data: st.DataObject, any_call: Callable[..., Call], assert_as_defined: Check
 ) -> None:
-    # A slope's gradient is a difference of sums that grow with the distance: 100 where queries stand beyond the keys.
-    assert_as_defined(any_call(data), "triton", rest=1e-5, **dict.fromkeys(("dslopes", "dslopes ahead"), 3e-4))
+    assert_as_defined(any_call(data), "triton", rest=1e-5, **dict.fromkeys(SLOPES, 3e-4))  # queries beyond the keys
 
 
-@pytest.mark.parametrize("bias", BIASES)
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("mask", "bias"), EVERY)
 def test_is_the_reference_for_every_mask_and_bias(
     mask: str,
     bias: str,
@@ -40,9 +44,9 @@ def test_is_the_reference_for_every_mask_and_bias(
     bias_of: Callable[..., Any],
     assert_as_defined: Check,
 ) -> None:
-    call = qkv(2, 2, 45, 16, key_heads=1) | {"mask": mask_of(mask, 45)}
+    call = qkv(1 if " " not in mask else 2, 2, 37, 16, key_heads=1) | {"mask": mask_of(mask, 37)}
     call["bias"] = bias_of(bias, call)
-    assert_as_defined(call, "triton", rest=1e-5)
+    assert_as_defined(call, "triton", rest=1e-5, **SLOPES)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +72,9 @@ def test_blocks_may_have_any_shape(
     for key in shapes.SHAPES:
         if key[0] in blocks:
             monkeypatch.setitem(shapes.SHAPES, key, blocks[key[0]])
-    call = qkv(1, 1, 75, 16) | {"mask": mask}
+    call = qkv(1, 1, 70, 16) | {"mask": mask}
     call["bias"] = bias_of(bias, call)
-    assert_as_defined(call, "triton", rest=1e-5)
+    assert_as_defined(call, "triton", rest=1e-5, **SLOPES)
 
 
 @pytest.mark.parametrize("programs", [1, 20, 1000])
@@ -109,7 +113,7 @@ def test_a_gradient_may_come_through_one_result_alone(
 def test_two_runs_are_equal_to_the_bit(
     bias: str, qkv: Callable[..., Call], bias_of: Callable[..., Any], gradients: Callable[..., dict[str, Tensor]]
 ) -> None:
-    call = qkv(2, 2, 60, 16, key_heads=1) | {"mask": Bidirectional()}
+    call = qkv(2, 2, 40, 16, key_heads=1) | {"mask": Bidirectional()}
     call["bias"] = bias_of(bias, call)
     one, two = gradients(call, "triton"), gradients(call, "triton")
     assert len(one) == 7

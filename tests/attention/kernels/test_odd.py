@@ -12,7 +12,6 @@ from lengthen import Bidirectional, Blockwise, Causal, Linear, Table, Window
 # The interpreter takes a maximum by NumPy's nanmax.
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 Call = dict[str, Any]
-ODD = pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf], ids=str)
 
 
 def assert_like_reference(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,13 +50,13 @@ def test_odd_inputs_reach_whom_they_would_reach_in_the_reference(
     assert not bool(out.isfinite().all())
 
 
-@ODD
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf], ids=str)
 @pytest.mark.parametrize("where", "kv")
 @pytest.mark.parametrize("mask", [Causal(), Bidirectional()], ids=["causal", "full"])
 def test_odd_inputs_beyond_reach_are_found(
     odd: float, where: str, mask: Any, qkv: Callable[..., Call], share_read: Callable[..., Any]
 ) -> None:
-    call = qkv(1, 1, 120, 16) | {"bias": Linear(torch.tensor([2.0])), "mask": mask, "tolerance": 1e-4}
+    call = qkv(1, 1, 90, 16) | {"bias": Linear(torch.tensor([3.0])), "mask": mask, "tolerance": 1e-4}
     assert share_read(call).max() < 0.7
     call[where][0, :, 2] = odd
     assert_like_reference(call)
@@ -88,11 +87,11 @@ def test_a_value_of_no_weight_is_nan_if_it_is_infinite_as_zero_times_infinity_is
 def test_who_sees_nothing_gets_nothing(
     kind: Any, bias: str, qkv: Callable[..., Call], bias_of: Callable[..., Any], gradients: Callable[..., Any]
 ) -> None:
-    call = qkv(2, 2, 40, 16) | {"mask": kind.padded(torch.tensor([40, 21]))}  # one sequence is nothing but padding
+    call = qkv(2, 1, 40, 16) | {"mask": kind.padded(torch.tensor([40, 21]))}  # one sequence is nothing but padding
     call["bias"] = bias_of(bias, call)
     found = gradients(call, "triton")
     blind = torch.arange(40) < torch.tensor([40, 21])[:, None]
-    blind = blind[:, None].expand(-1, 2, -1)
+    blind = blind[:, None]
     assert bool((found["out"][blind] == 0).all())
     assert bool((found["lse"][blind] == -torch.inf).all())
     assert bool((found["out"][~blind] != 0).any(-1).all())

@@ -18,10 +18,10 @@ Share = Callable[[Call], Tensor]
 MASKS: dict[str, Any] = {
     "causal": Causal(),
     "full": Bidirectional(),
-    "window": Window(90),
-    "blockwise": Blockwise(60),
+    "window": Window(60),
+    "blockwise": Blockwise(40),
     "padded": Causal().padded(torch.tensor([21])),
-    "packed": Bidirectional().packed((torch.arange(150) // 100 * 100)[None]),
+    "packed": Bidirectional().packed((torch.arange(100) // 70 * 70)[None]),
 }
 
 
@@ -58,7 +58,7 @@ def spread(kind: str, k: Tensor, q: Tensor) -> None:
 @pytest.mark.parametrize("kind", ["scattered", "mean", "outlier", "turned", "still"])
 @pytest.mark.parametrize("tolerance", [1e-1, 1e-5])
 def test_no_more_than_tolerance_is_left_unread(kind: str, tolerance: float, qkv: Callable[..., Call]) -> None:
-    call = qkv(1, 3, 200, 16, key_heads=1) | {"bias": Linear(torch.tensor([2.0, 0.5, 0.15])), "tolerance": tolerance}
+    call = qkv(1, 2, 150, 16, key_heads=1) | {"bias": Linear(torch.tensor([2.0, 0.5])), "tolerance": tolerance}
     spread(kind, call["k"], call["q"])
     share = unread(call)
     assert share.max() <= tolerance
@@ -70,8 +70,8 @@ def test_out_is_off_by_no_more_than_the_tolerance_allows(
     mask: str, qkv: Callable[..., Call], share_read: Share, gradients: Callable[..., dict[str, Tensor]]
 ) -> None:
     tolerance = 1e-3
-    call = qkv(1, 2, 150, 16) | {"mask": MASKS[mask], "tolerance": tolerance}
-    call["bias"] = Linear(torch.tensor([1.5, 0.4]), torch.tensor([0.5, 2.0]))
+    call = qkv(1, 2, 100, 16) | {"mask": MASKS[mask], "tolerance": tolerance}
+    call["bias"] = Linear(torch.tensor([3.0, 1.0]), torch.tensor([1.0, 4.0]))
     assert share_read(call).max() < 1
     assert unread(call).nan_to_num().max() <= tolerance
     got, exact = gradients(call, "triton"), gradients(call, "reference", dtype=torch.float64)
@@ -91,11 +91,11 @@ def test_out_is_off_by_no_more_than_the_tolerance_allows(
 
 
 def test_steep_heads_read_less_than_flat_ones(qkv: Callable[..., Call], share_read: Share) -> None:
-    call = qkv(1, 4, 300, 16) | {"bias": Linear(torch.tensor([0.0, 0.1, 0.5, 2.0])), "tolerance": 1e-4}
+    call = qkv(1, 3, 300, 16) | {"bias": Linear(torch.tensor([0.0, 0.3, 2.0])), "tolerance": 1e-4}
     share = share_read(call)
     assert bool((share.diff() < 0).all())
     assert share[0] == 1
-    assert share[3] < 0.35
+    assert share[2] < 0.35
 
 
 def test_it_reads_about_as_far_as_the_public_reach_says(qkv: Callable[..., Call]) -> None:
@@ -116,10 +116,10 @@ def test_a_tolerance_of_0_and_a_slope_of_0_read_everything(mask: Any, qkv: Calla
     assert not torch.equal(kernels.spans(**call, bias=Linear(torch.tensor([3.0])), tolerance=0.5), whole)
 
 
-@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("odd", [torch.nan, -torch.inf], ids=str)
 @pytest.mark.parametrize("mask", [Causal(), Bidirectional()], ids=["causal", "full"])
 def test_keys_that_are_not_finite_are_all_read(odd: float, mask: Any, qkv: Callable[..., Call]) -> None:
-    call = qkv(1, 2, 120, 16) | {"bias": Linear(torch.tensor([3.0, 3.0])), "mask": mask, "tolerance": 0.1}
+    call = qkv(1, 2, 90, 16) | {"bias": Linear(torch.tensor([3.0, 3.0])), "mask": mask, "tolerance": 0.1}
     whole, usual = kernels.spans(**call | {"tolerance": 0}), kernels.spans(**call)
     call["k"][0, 0, 1, 5] = odd  # of the first head alone
     read = kernels.spans(**call)
@@ -153,6 +153,30 @@ def test_two_sides_reach_as_far_as_their_own_slopes_let_them(qkv: Callable[..., 
     assert bool((behind[0] <= 32).all())
     assert bool((onward[1] < onward[0]).any())
     assert bool((onward[1] <= 32).all())
+
+
+@pytest.mark.parametrize("highest", ["near", "far", "both"])
+@pytest.mark.parametrize("slope", [2.0, 0.1])
+def test_scores_may_be_far_apart(highest: str, slope: float, qkv: Callable[..., Call]) -> None:
+    call = qkv(1, 1, 120, 16) | {"bias": Linear(torch.tensor([slope])), "tolerance": 1e-6}
+    call["q"] = 30 * (1 + 0.01 * call["q"])
+    call["k"] = torch.ones_like(call["k"]) * (torch.randn(120, 1) if highest == "both" else 1)
+    call["k"][:, :, slice(60, None) if highest == "far" else slice(0, 60)] *= -1
+    got = lengthen.attention(**call, backend="triton", return_lse=True)
+    wide = call | {name: call[name].double() for name in "qkv"}
+    expected = lengthen.attention(**wide, backend="reference", return_lse=True)
+    assert expected[1].abs().max() > 100
+    for ours, theirs in zip(got, expected, strict=True):  # scores themselves are rounded
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-6, atol=1e-4)
+
+
+def test_a_bound_far_above_all_scores_loses_nothing(
+    qkv: Callable[..., Call], assert_as_defined: Callable[..., None]
+) -> None:
+    call = qkv(1, 1, 120, 16) | {"bias": Linear(torch.tensor([0.5])), "tolerance": 1e-6}
+    call["q"][..., 0] = 0
+    call["k"][0, 0, 5, 0] = 1000.0  # no query looks that way, and the bound cannot know
+    assert_as_defined(call, "triton", rest=1e-5, dslopes=1e-3)
 
 
 def spans_given(call: Call, key_norm: Tensor) -> Tensor:

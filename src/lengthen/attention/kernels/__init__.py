@@ -15,35 +15,32 @@ Nothing here needs Triton to be imported; calling the kernels does.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
+import math
 import os
 
 import torch
 from torch import Tensor
 
-from lengthen.attention.biases import Bias, Decay, Linear
+from lengthen.attention.biases import Bias, Decay, Linear, Table
 from lengthen.attention.kernels.ops import attend
 from lengthen.attention.masks import Bidirectional, Blockwise, Causal, Mask, Window
 
 WIDEST = 256  # features of a key or value
+SEGMENT, SEGMENT_UNIT = 1 << 16, 128  # keys that a decay is scaled into from one start: at most, and a divisor of it
+# How small a decay's power may get over a segment: far from what the dtype can hold.
+LEAST_POWER = {torch.float16: 2.0**-5, torch.bfloat16: 2.0**-16, torch.float32: 2.0**-16}
 
 
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # then Triton runs kernels on a CPU, and slowly
 
 
-def interpreted() -> bool:
-    """Return whether Triton runs kernels in its interpreter, on a CPU."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-def unfit(q: Tensor, v: Tensor, decay: Decay | None, mask: Mask) -> str:
+def unfit(q: Tensor, v: Tensor, bias: Bias | None, decay: Decay | None, mask: Mask) -> str:
     """Return why this call is not for the kernels; empty: it is."""
-    if q.device.type != "cuda" and not (q.device.type == "cpu" and interpreted()):
+    if q.device.type != "cuda" and not (q.device.type == "cpu" and INTERPRETED):
         return f"they run on an NVIDIA GPU, and q is on {q.device}"
-    if not _has_triton():
+    if not HAS_TRITON:
         return "they need the package triton"
     if q.dtype == torch.float64:
         return "they compute in float32 at most"
@@ -51,11 +48,31 @@ def unfit(q: Tensor, v: Tensor, decay: Decay | None, mask: Mask) -> str:
         return f"head_dim and value width may be {WIDEST} at most"
     if type(mask) not in (Causal, Window, Blockwise, Bidirectional):
         return "they know no mask of one's own"
-    if decay is not None:
-        return "they know no decay"
+    if decay is not None and (reason := _undecayable(q, bias, decay, mask)):
+        return reason
     if not (q.numel() and v.numel()):
         return "there is nothing to read"
     return ""
+
+
+def _undecayable(q: Tensor, bias: Bias | None, decay: Decay, mask: Mask) -> str:
+    """Return why the kernels cannot do this decay; empty: they can."""
+    if isinstance(mask, Bidirectional):
+        return "they know no decay for keys ahead of the query"
+    if decay.rates.requires_grad:
+        return "they have no gradient for the decay's rates"
+    if isinstance(bias, Table) and any(t is not None and t.requires_grad for t in bias.tensors):
+        return "they have no gradient for a table beside a decay"
+    if decay.floor is None and torch.compiler.is_compiling():
+        return "how fast the decay is cannot be looked at"
+    return "" if _segment(decay, q.dtype) else "the decay is too fast for them"
+
+
+def _segment(decay: Decay, dtype: torch.dtype) -> int:
+    """Return over how many keys a decay may be scaled into them inside what the dtype can hold; 0: too few."""
+    floor = float(decay.rates.detach().min()) if decay.floor is None else decay.floor
+    most = SEGMENT if floor >= 1 else min(SEGMENT, int(math.log2(LEAST_POWER[dtype]) / math.log2(floor)))
+    return most // SEGMENT_UNIT * SEGMENT_UNIT
 
 
 def attention(
@@ -63,6 +80,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     bias: Bias | None,
+    decay: Decay | None,
     mask: Mask,
     scale: float,
     q_start: int,
@@ -70,7 +88,7 @@ def attention(
     key_norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse; only for calls that `unfit` has no word against."""
-    out, lse, _, _ = _attend(q, k, v, bias, mask, scale, q_start, tolerance, key_norm)
+    out, lse, _, _ = _attend(q, k, v, bias, decay, mask, scale, q_start, tolerance, key_norm)
     return out, lse
 
 
@@ -84,14 +102,14 @@ def spans(
     q_start: int | None = None,
     tolerance: float | None = None,
 ) -> Tensor:
-    """Return the keys that the kernels read, int32 `[2, batch, heads, blocks of queries]`: first, and end (exclusive)."""
+    """Return the keys that the kernels read, int32 `[2, batch, heads, query blocks]`: first and end (exclusive)."""
     from lengthen.attention.op import check_call
 
     mask = Causal() if mask is None else mask
     call = check_call(q, k, v, bias, None, mask, scale, q_start, tolerance)
-    if reason := unfit(q, v, None, mask):
+    if reason := unfit(q, v, bias, None, mask):
         raise ValueError(f"q: not for the kernels: {reason}")
-    return _attend(q, k, v, bias, mask, call.scale, call.q_start, call.tolerance, None)[2]
+    return _attend(q, k, v, bias, None, mask, call.scale, call.q_start, call.tolerance, None)[2]
 
 
 def _attend(
@@ -99,6 +117,7 @@ def _attend(
     k: Tensor,
     v: Tensor,
     bias: Bias | None,
+    decay: Decay | None,
     mask: Mask,
     scale: float,
     q_start: int,
@@ -119,6 +138,21 @@ def _attend(
         first, last = (x.to(torch.int32).contiguous() for x in mask.interval(q.shape[2], k.shape[2], q_start, q.device))
     two_sided = isinstance(mask, Bidirectional)
     linear = isinstance(bias, Linear)
+    rates, segment = None, 0
+    if decay is not None:
+        segment = _segment(decay, q.dtype)
+        k, v, rates = _scaled(q, k, v, decay, segment)
     return attend(  # type: ignore[no-any-return]
-        q, k, v, behind, ahead, first, last, key_norm, kind, size, linear, two_sided, scale, q_start, tolerance
+        *(q, k, v, behind, ahead, first, last, rates, key_norm),
+        *(kind, size, linear, two_sided, scale, q_start, tolerance, segment),
     )
+
+
+def _scaled(q: Tensor, k: Tensor, v: Tensor, decay: Decay, segment: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys scaled from the start of their segment, their values, and the rates `[heads, head_dim]` by log 2."""
+    rates = decay.rates.double().log2().reshape(-1, q.shape[3])
+    steps = torch.arange(k.shape[2], device=k.device) % segment
+    growth = torch.exp2(-rates.unsqueeze(1) * steps.unsqueeze(-1)).float()
+    if rates.shape[0] > 1 and k.shape[1] != q.shape[1]:  # a decay of each head's own, and heads that share keys
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return (k * growth).to(k.dtype), v, rates.float().expand(q.shape[1], -1).contiguous()

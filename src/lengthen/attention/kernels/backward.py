@@ -19,6 +19,7 @@ from lengthen.attention.kernels.tile import (
     LOG2E,
     WINDOW,
     below,
+    fading,
     interval,
     load,
     row_term,
@@ -61,13 +62,41 @@ def pull_queries(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def pull_interval(  # type: ignore[no-untyped-def]
+    d_q, along, ahead_along, q, d_out, k, v, kl, vl, lo, hi, full_lo, full_hi, keys, log_sum, share, position, begin,
+    end, scale, slope, ahead, table, here,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr, MASK: tl.constexpr,
+    BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, SLOPES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what the keys [lo, hi) give, with a mask only outside [full_lo, full_hi), where not every query sees them."""
+    d_q, along, ahead_along = pull_queries(
+        d_q, along, ahead_along, q, d_out, k, v, kl, vl, tl.maximum(lo, full_hi), hi, keys, log_sum, share, position,
+        begin, end, scale, slope, ahead, table, here,
+        D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, SLOPES, PRECISION,
+    )  # fmt: skip
+    d_q, along, ahead_along = pull_queries(
+        d_q, along, ahead_along, q, d_out, k, v, kl, vl, tl.maximum(lo, full_lo), tl.minimum(hi, full_hi), keys,
+        log_sum, share, position, begin, end, scale, slope, ahead, table, here,
+        D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, SLOPES, PRECISION,
+    )  # fmt: skip
+    if MASK != CAUSAL and MASK != FULL:
+        d_q, along, ahead_along = pull_queries(
+            d_q, along, ahead_along, q, d_out, k, v, kl, vl, lo, tl.minimum(hi, full_lo), keys, log_sum, share,
+            position, begin, end, scale, slope, ahead, table, here,
+            D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, SLOPES, PRECISION,
+        )  # fmt: skip
+    return d_q, along, ahead_along
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def of_queries(  # type: ignore[no-untyped-def]
-    q, k, v, out, lse, d_out, d_lse, d_q, sums, shares, d_slopes, spans, notes, slopes, slopes_ahead, table, first, last,
+    q, k, v, out, lse, d_out, d_lse, d_q, sums, shares, d_slopes, spans, notes, slopes, slopes_ahead, table, first,
+    last, rates,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, gb, gh, gl, db, dh, dl, table_stride, mask_stride,
-    batch, heads, group, queries, keys, blocks, q_start, size, span_blocks, scale,
+    batch, heads, group, queries, keys, blocks, q_start, size, segment, span_blocks, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SPAN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, SLOPES: tl.constexpr,
-    ORDERED: tl.constexpr, LSE: tl.constexpr, PRECISION: tl.constexpr,
+    ORDERED: tl.constexpr, LSE: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the queries' gradient, and each block's share of the slopes'.
 
@@ -123,20 +152,26 @@ def of_queries(  # type: ignore[no-untyped-def]
     acc = tl.zeros([M, WIDTH], tl.float32)
     along = tl.zeros([M], tl.float32)
     onward = tl.zeros([M], tl.float32)
-    acc, along, onward = pull_queries(
-        acc, along, onward, queries_here, d_out_here, k, v, kl, vl, full_hi, hi, keys, log_sum, share, position, begin,
-        end, scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, SLOPES, PRECISION,
-    )  # fmt: skip
-    acc, along, onward = pull_queries(
-        acc, along, onward, queries_here, d_out_here, k, v, kl, vl, full_lo, full_hi, keys, log_sum, share, position,
-        begin, end, scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, SLOPES,
-        PRECISION,
-    )  # fmt: skip
-    if MASK != CAUSAL and MASK != FULL:
-        acc, along, onward = pull_queries(
-            acc, along, onward, queries_here, d_out_here, k, v, kl, vl, lo, full_lo, keys, log_sum, share, position,
-            begin, end, scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, SLOPES,
-            PRECISION,
+    if DECAY:  # keys are scaled from the start of their segment: for each, so are the queries
+        until = hi
+        while until > lo:
+            segment_lo = (until - 1) // segment * segment
+            start = tl.maximum(segment_lo, lo)
+            factor = fading(rates, h, position - segment_lo, D, WIDTH)
+            faded = (queries_here * factor).to(queries_here.dtype)
+            part = tl.zeros([M, WIDTH], tl.float32)
+            part, along, onward = pull_interval(
+                part, along, onward, faded, d_out_here, k, v, kl, vl, start, until, full_lo, full_hi, keys, log_sum,
+                share, position, begin, end, scale2, slope, ahead, table, here,
+                D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, SLOPES, PRECISION,
+            )  # fmt: skip
+            acc += part * factor
+            until = start
+    else:
+        acc, along, onward = pull_interval(
+            acc, along, onward, queries_here, d_out_here, k, v, kl, vl, lo, hi, full_lo, full_hi, keys, log_sum,
+            share, position, begin, end, scale2, slope, ahead, table, here,
+            D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, SLOPES, PRECISION,
         )  # fmt: skip
 
     feature = tl.arange(0, WIDTH)
@@ -185,13 +220,40 @@ def pull_keys(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def pull_rows(  # type: ignore[no-untyped-def]
+    d_k, d_v, k, v, q, d_out, ql, gl, sums, shares, first, last, from_block, to_block, full_from, full_to, queries,
+    keys, q_start, size, key, key_lo, scale, slope, ahead, table,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what blocks of queries give, with a mask only outside [full_from, full_to), where not every key is seen."""
+    d_k, d_v = pull_keys(
+        d_k, d_v, k, v, q, d_out, ql, gl, sums, shares, first, last, from_block, tl.minimum(full_from, to_block),
+        queries, keys, q_start, size, key, key_lo, scale, slope, ahead, table,
+        D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, True, PRECISION,
+    )  # fmt: skip
+    d_k, d_v = pull_keys(
+        d_k, d_v, k, v, q, d_out, ql, gl, sums, shares, first, last, tl.maximum(full_from, from_block),
+        tl.minimum(full_to, to_block), queries, keys, q_start, size, key, key_lo, scale, slope, ahead, table,
+        D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, False, PRECISION,
+    )  # fmt: skip
+    if MASK != CAUSAL and MASK != FULL:
+        d_k, d_v = pull_keys(
+            d_k, d_v, k, v, q, d_out, ql, gl, sums, shares, first, last, tl.maximum(full_to, from_block), to_block,
+            queries, keys, q_start, size, key, key_lo, scale, slope, ahead, table,
+            D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, True, PRECISION,
+        )  # fmt: skip
+    return d_k, d_v
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def of_keys(  # type: ignore[no-untyped-def]
-    q, k, v, sums, d_out, shares, d_k, d_v, spans, notes, slopes, slopes_ahead, table, first, last,
+    q, k, v, sums, d_out, shares, d_k, d_v, spans, notes, slopes, slopes_ahead, table, first, last, rates,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, gb, gh, gl, dkb, dkh, dkl, dvb, dvh, dvl, table_stride, mask_stride,
-    batch, heads, group, queries, keys, blocks, q_start, size, span_blocks, scale,
+    batch, heads, group, queries, keys, blocks, q_start, size, segment, span_blocks, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SPAN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, ORDERED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DECAY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of keys and values, summed over the heads of queries that share them."""
     program = tl.program_id(0)
@@ -257,7 +319,7 @@ def of_keys(  # type: ignore[no-untyped-def]
             most = tl.maximum(most, tl.max(tl.where(did, one + 1, 0), 0))
         from_block = least * (SPAN // M)
         to_block = tl.minimum(most * (SPAN // M), (queries + (M - 1)) // M)
-        if MASK == CAUSAL or MASK == WINDOW or MASK == BLOCKWISE:  # a span's blocks before these keys see none of them
+        if MASK != FULL and MASK != LISTED:  # a span's blocks before these keys see none of them
             from_block = tl.maximum(from_block, tl.maximum(key_lo - q_start, 0) // M)
         to_block = tl.maximum(to_block, from_block)
         full_from = tl.minimum(tl.maximum(inner_from, from_block), to_block)
@@ -266,21 +328,27 @@ def of_keys(  # type: ignore[no-untyped-def]
         base_g = d_out + b.to(tl.int64) * gb + h.to(tl.int64) * gh
         of_rows = of_head.to(tl.int64) * queries
         base_table = table + h.to(tl.int64) * table_stride
-        acc_k, acc_v = pull_keys(
-            acc_k, acc_v, keys_here, values, base_q, base_g, ql, gl, sums + of_rows, shares + of_rows, first,
-            last, from_block, full_from, queries, keys, q_start, size, key, key_lo, scale2,
-            slope, ahead, base_table, D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, True, PRECISION,
-        )  # fmt: skip
-        acc_k, acc_v = pull_keys(
-            acc_k, acc_v, keys_here, values, base_q, base_g, ql, gl, sums + of_rows, shares + of_rows, first,
-            last, full_from, full_to, queries, keys, q_start, size, key, key_lo, scale2,
-            slope, ahead, base_table, D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, False, PRECISION,
-        )  # fmt: skip
-        if MASK != CAUSAL and MASK != FULL:
-            acc_k, acc_v = pull_keys(
-                acc_k, acc_v, keys_here, values, base_q, base_g, ql, gl, sums + of_rows, shares + of_rows, first,
-                last, full_to, to_block, queries, keys, q_start, size, key, key_lo, scale2,
-                slope, ahead, base_table, D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, True, PRECISION,
+        if DECAY:  # queries are scaled from the start of their segment of rows: for each, so are the keys
+            at = from_block
+            while at < to_block:
+                segment_row = at * M // segment * segment
+                until = tl.minimum(to_block, (segment_row + segment) // M)
+                steps = tl.zeros([1], tl.int32) + (q_start + segment_row - key_lo // segment * segment)
+                factor = fading(rates, h, steps, D, WIDTH)
+                faded = (keys_here * factor).to(keys_here.dtype)
+                part = tl.zeros([N, WIDTH], tl.float32)
+                part, acc_v = pull_rows(
+                    part, acc_v, faded, values, base_q, base_g, ql, gl, sums + of_rows, shares + of_rows, first, last,
+                    at, until, full_from, full_to, queries, keys, q_start, size, key, key_lo, scale2, slope, ahead,
+                    base_table, D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, PRECISION,
+                )  # fmt: skip
+                acc_k += part * factor
+                at = until
+        else:
+            acc_k, acc_v = pull_rows(
+                acc_k, acc_v, keys_here, values, base_q, base_g, ql, gl, sums + of_rows, shares + of_rows, first, last,
+                from_block, to_block, full_from, full_to, queries, keys, q_start, size, key, key_lo, scale2, slope,
+                ahead, base_table, D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, PRECISION,
             )  # fmt: skip
 
     feature = tl.arange(0, WIDTH)

@@ -1,8 +1,8 @@
 """A ball around the keys of each head, for reach, in one pass over them; and the order in which heads get their turn.
 
 Any centre will do, so a program takes the mean of a few keys, the same few in every program, and no pass before this
-one is needed. The radius is the largest distance from it, by an atomic maximum of integers, whose order does not matter:
-positive floats compare as their bits do. A distance that is NaN counts as infinite.
+one is needed. The radius is the largest distance from it, by an atomic maximum of integers, whose order does not
+matter: positive floats compare as their bits do. A distance that is NaN counts as infinite.
 """
 
 from __future__ import annotations

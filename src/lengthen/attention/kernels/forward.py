@@ -12,15 +12,13 @@ import triton
 import triton.language as tl
 
 from lengthen.attention.kernels.tile import (
-    BLOCKWISE,
     CAUSAL,
     FULL,
     LINEAR,
-    LISTED,
     LOG2E,
-    WINDOW,
     above,
     below,
+    fading,
     interval,
     load,
     row_term,
@@ -77,6 +75,30 @@ def absorb(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def absorb_interval(  # type: ignore[no-untyped-def]
+    acc, total, top, q, k, v, kl, vl, lo, hi, full_lo, full_hi, keys, position, begin, end, scale, slope, ahead, table,
+    here,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr, MASK: tl.constexpr,
+    BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Read the keys [lo, hi), with a mask only outside [full_lo, full_hi), where not every query sees them."""
+    acc, total, top = absorb(
+        acc, total, top, q, k, v, kl, vl, tl.maximum(lo, full_hi), hi, keys, position, begin, end,
+        scale, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, False, PRECISION,
+    )  # fmt: skip
+    acc, total, top = absorb(
+        acc, total, top, q, k, v, kl, vl, tl.maximum(lo, full_lo), tl.minimum(hi, full_hi), keys, position, begin, end,
+        scale, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, False, PRECISION,
+    )  # fmt: skip
+    if MASK != CAUSAL and MASK != FULL:
+        acc, total, top = absorb(
+            acc, total, top, q, k, v, kl, vl, lo, tl.minimum(hi, full_lo), keys, position, begin, end,
+            scale, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, False, PRECISION,
+        )  # fmt: skip
+    return acc, total, top
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def reach(top, total, bound, rest, slope, unread_side):  # type: ignore[no-untyped-def]
     """Return how far from `here` each query's keys may be left unread; −∞ where nothing may.
 
@@ -90,18 +112,19 @@ def reach(top, total, bound, rest, slope, unread_side):  # type: ignore[no-untyp
 
 @triton.jit  # type: ignore[untyped-decorator]
 def forward(  # type: ignore[no-untyped-def]
-    q, k, v, out, lse, spans, notes, slopes, slopes_ahead, table, first, last, centre, key_norm,
+    q, k, v, out, lse, spans, notes, slopes, slopes_ahead, table, first, last, rates, centre, key_norm,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, table_stride, mask_stride,
-    batch, heads, group, queries, keys, blocks, q_start, size, scale, tolerance,
+    batch, heads, group, queries, keys, blocks, q_start, size, segment, scale, tolerance,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, REACH: tl.constexpr, STEADY: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DECAY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write out, lse and the keys that each block of queries read."""
     radius = notes
     far = radius + batch * (heads // group)
     odd = far + 2 * batch * heads
     order = odd + 1
+    tl.static_assert(NEAR % N == 0 and AGAIN % N == 0, "reach asks at whole blocks of keys")
     program = tl.program_id(0)
     block = blocks - 1 - program % blocks
     b = program // blocks % batch
@@ -145,7 +168,23 @@ def forward(  # type: ignore[no-untyped-def]
             bound = scale2 * tl.sum(wide * middle[None, :], 1) + tl.abs(scale2) * length * ball - tl.log2(tolerance)
         offset = (position - here).to(tl.float32)
 
-    if REACH != NO_REACH and TWO_SIDED:
+    if DECAY:  # keys are scaled from the start of their segment: for each, so are the queries
+        until = hi
+        while until > lo:
+            segment_lo = (until - 1) // segment * segment
+            start = tl.maximum(segment_lo, lo)
+            faded = (queries_here * fading(rates, h, position - segment_lo, D, WIDTH)).to(queries_here.dtype)
+            acc, total, top = absorb_interval(
+                acc, total, top, faded, k, v, kl, vl, start, until, full_lo, full_hi, keys, position, begin, end,
+                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, PRECISION,
+            )  # fmt: skip
+            until = start
+    elif REACH == NO_REACH:
+        acc, total, top = absorb_interval(
+            acc, total, top, queries_here, k, v, kl, vl, lo, hi, full_lo, full_hi, keys, position, begin, end,
+            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, PRECISION,
+        )  # fmt: skip
+    elif TWO_SIDED:
         near_lo = tl.minimum(tl.maximum(below(tl.maximum(here, 0), N), lo), above(hi, N))
         near_hi = tl.maximum(tl.minimum(here + M, hi), near_lo)
         acc, total, top = absorb(
@@ -177,45 +216,36 @@ def forward(  # type: ignore[no-untyped-def]
             near_hi = tl.maximum(above(stop, N), near_hi)
         lo, hi = near_lo, tl.minimum(near_hi, hi)
     else:
-        near = full_hi
-        if REACH != NO_REACH:  # a few keys more before it asks: the nearest say most
-            near = tl.maximum(full_hi - NEAR, full_lo)
+        near = tl.maximum(full_hi - NEAR, full_lo)  # a few keys more before it asks: the nearest say most
         acc, total, top = absorb(
             acc, total, top, queries_here, k, v, kl, vl, near, hi, keys, position, begin, end,
             scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, False, PRECISION,
         )  # fmt: skip
-        if REACH != NO_REACH:
-            behind = bound - tl.log2(one_less_exp(slope))
-            place = reach(top, total, behind, 0.0 * offset, slope, begin >= near)
-            low = lowest(place, here, lo, near, N)
-            start = tl.maximum(tl.maximum(low, full_lo), near - AGAIN)
-            if STEADY:  # no unread key's weight is above 2^HEADROOM now: the unit need not change any more
-                ceiling = bound + tl.log2(tolerance) + slope * (near - here).to(tl.float32)
-                unit = tl.maximum(top, ceiling - HEADROOM)
-                fade = tl.exp2(top - unit)
-                acc, total, top = acc * fade[:, None], total * fade, unit
+        behind = bound - tl.log2(one_less_exp(slope))
+        low = lowest(reach(top, total, behind, 0.0 * offset, slope, begin >= near), here, lo, near, N)
+        start = tl.maximum(tl.maximum(low, full_lo), near - AGAIN)
+        if STEADY:  # no unread key's weight is above 2^HEADROOM now: the unit need not change any more
+            ceiling = bound + tl.log2(tolerance) + slope * (near - here).to(tl.float32)
+            unit = tl.maximum(top, ceiling - HEADROOM)
+            fade = tl.exp2(top - unit)
+            acc, total, top = acc * fade[:, None], total * fade, unit
+        acc, total, top = absorb(
+            acc, total, top, queries_here, k, v, kl, vl, start, near, keys, position, begin, end,
+            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, STEADY, PRECISION,
+        )  # fmt: skip
+        if start > low:
+            place = reach(top, total, behind, 0.0 * offset, slope, begin >= start)
+            low = tl.maximum(low, lowest(place, here, lo, start, N))
+        inner = tl.maximum(low, full_lo)
+        acc, total, top = absorb(
+            acc, total, top, queries_here, k, v, kl, vl, inner, start, keys, position, begin, end,
+            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, STEADY, PRECISION,
+        )  # fmt: skip
+        lo = tl.minimum(low, start)
+        if MASK != CAUSAL:
             acc, total, top = absorb(
-                acc, total, top, queries_here, k, v, kl, vl, start, near, keys, position, begin, end,
-                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, STEADY, PRECISION,
-            )  # fmt: skip
-            if start > low:
-                place = reach(top, total, behind, 0.0 * offset, slope, begin >= start)
-                low = tl.maximum(low, lowest(place, here, lo, start, N))
-            acc, total, top = absorb(
-                acc, total, top, queries_here, k, v, kl, vl, tl.maximum(low, full_lo), start, keys, position, begin, end,
-                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, STEADY, PRECISION,
-            )  # fmt: skip
-            lo = tl.minimum(low, start)
-            full_lo = tl.maximum(full_lo, lo)
-        else:
-            acc, total, top = absorb(
-                acc, total, top, queries_here, k, v, kl, vl, full_lo, near, keys, position, begin, end,
-                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, False, PRECISION,
-            )  # fmt: skip
-        if MASK != CAUSAL and MASK != FULL:
-            acc, total, top = absorb(
-                acc, total, top, queries_here, k, v, kl, vl, lo, full_lo, keys, position, begin, end,
-                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, False, PRECISION,
+                acc, total, top, queries_here, k, v, kl, vl, lo, tl.minimum(full_lo, start), keys, position, begin, end,
+                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, STEADY, PRECISION,
             )  # fmt: skip
 
     result = acc / tl.where(total == 0, 1.0, total)[:, None]

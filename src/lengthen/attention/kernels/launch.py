@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from lengthen.attention.kernels.shapes import Shape
 
 NO_REACH, MEASURED, GIVEN = 0, 1, 2
 NONE, LINEAR, TABLE = 0, 1, 2
+CAUSAL, FULL = 0, 3
 LOG2E = math.log2(math.e)
 BALL_ROWS, BALL_KEYS = 128, 256  # keys that a program of the pass over them loads at once, and takes in all
 REPAIRED, REPAIRERS = 32, 264  # rows of the repair's blocks, and its programs, which mostly end at once
@@ -35,6 +37,7 @@ class Call:
         ahead: Tensor | None,
         first: Tensor | None,
         last: Tensor | None,
+        rates: Tensor | None,
         mask: int,
         size: int,
         linear: bool,
@@ -42,13 +45,15 @@ class Call:
         scale: float,
         q_start: int,
         tolerance: float,
+        segment: int,
     ) -> None:
         self.q, self.k, self.v, self.behind, self.ahead = q, k, v, behind, ahead
         self.batch, self.heads, self.queries, head_dim = q.shape
         self.key_heads, self.keys, value_dim = k.shape[1], k.shape[2], v.shape[3]
         self.group = self.heads // self.key_heads
         self.mask, self.size, self.linear, self.two_sided = mask, size, linear, two_sided
-        self.scale, self.q_start, self.tolerance = scale, q_start, tolerance
+        self.scale, self.q_start, self.tolerance = scale, q_start, tolerance if rates is None else 0.0
+        self.rates, self.segment = rates, segment
         self.bias = NONE if behind is None else LINEAR if linear else TABLE
         slopes = slopes_ahead = joined = q  # pointers that no kernel reads where it does not ask for them
         self.table_stride = 0
@@ -60,18 +65,30 @@ class Call:
             self.table_stride = joined.shape[1]
             joined = joined[0, zero:]
         self.slopes = slopes
-        self.biases = (slopes, slopes_ahead, joined, q if first is None else first, q if last is None else last)
+        self.biases = (slopes, slopes_ahead, joined, *(q if x is None else x for x in (first, last, rates)))
         self.mask_stride = self.queries if first is not None and first.shape[0] > 1 else 0
         self.widths = (head_dim, value_dim, _block(head_dim), _block(value_dim))
         self.rows = shapes.span(head_dim, value_dim, q.dtype)  # of the forward's blocks
 
     def shape(self, kernel: str) -> Shape:
         """Return how this kernel cuts its work."""
-        return Shape.of(kernel, self.widths[0], self.widths[1], self.q.dtype)
+        shape = Shape.of(kernel, self.widths[0], self.widths[1], self.q.dtype)
+        plain = self.rates is None and self.mask in (CAUSAL, FULL)
+        return shape if plain or shape.registers is None else replace(shape, registers=None)
 
     def sizes(self, blocks: int) -> tuple[int, ...]:
         """Return the numbers that every kernel takes, for one that has so many blocks."""
-        return (self.batch, self.heads, self.group, self.queries, self.keys, blocks, self.q_start, self.size)
+        return (
+            self.batch,
+            self.heads,
+            self.group,
+            self.queries,
+            self.keys,
+            blocks,
+            self.q_start,
+            self.size,
+            self.segment,
+        )
 
     @property
     def precision(self) -> str:
@@ -129,7 +146,11 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tens
         (call.scale, call.tolerance / 2 if call.two_sided else call.tolerance),
         (
             *(*call.widths, call.rows, shape.keys, call.mask, call.bias, call.two_sided, reach),
-            *(q.dtype != torch.float16, call.precision),  # whose weights must not be far from 1
+            *(
+                q.dtype != torch.float16,
+                call.rates is not None,
+                call.precision,
+            ),  # in 16 bits few weights are far from 1
         ),
         shape.warps,
         shape.stages,
@@ -141,7 +162,7 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tens
         (q, k, v, out, lse, notes, *call.biases),
         (*strides, *call.sizes(blocks)),
         (call.scale,),
-        (*call.widths, REPAIRED, REPAIRED, call.mask, call.bias, call.two_sided),
+        (*call.widths, REPAIRED, REPAIRED, call.mask, call.bias, call.two_sided, call.rates is not None),
         warps=4,
         stages=1,
     )
@@ -171,13 +192,15 @@ def run_backward(
     parts = lse.new_empty((2, call.batch, call.heads, blocks)) if slopes else lse
     _of_queries(
         (blocks * call.batch * call.heads, 1, 1),
-        (q, k, v, out, lse, d_out, lse if d_lse is None else d_lse, d_q, sums, shares, parts, spans, notes)
-        + call.biases,
+        (
+            *(q, k, v, out, lse, d_out, lse if d_lse is None else d_lse, d_q, sums, shares, parts, spans, notes),
+            *call.biases,
+        ),
         (*strides, *_strides(out), *_strides(d_out), *_strides(d_q), *more, *call.sizes(blocks), spans.shape[3]),
         (call.scale,),
         (
             *(*call.widths, shape.queries, shape.keys, call.rows, call.mask, call.bias, call.two_sided),
-            *(slopes, ordered, d_lse is not None, call.precision),
+            *(slopes, ordered, d_lse is not None, call.rates is not None, call.precision),
         ),
         shape.warps,
         shape.stages,
@@ -185,14 +208,24 @@ def run_backward(
     )
     shape = call.shape("of_keys")
     blocks = -(-call.keys // shape.keys)
+    faded = q if call.rates is None else _faded(q, call.rates, call.segment)
     _of_keys(
         (blocks * call.batch * call.key_heads, 1, 1),
-        (q, k, v, sums, d_out, shares, d_k, d_v, spans, notes, *call.biases),
-        (*strides, *_strides(d_out), *_strides(d_k), *_strides(d_v), *more, *call.sizes(blocks), spans.shape[3]),
+        (faded, k, v, sums, d_out, shares, d_k, d_v, spans, notes, *call.biases),
+        (
+            *_strides(faded),
+            *strides[3:],
+            *_strides(d_out),
+            *_strides(d_k),
+            *_strides(d_v),
+            *more,
+            *call.sizes(blocks),
+            spans.shape[3],
+        ),
         (call.scale,),
         (
             *(*call.widths, shape.queries, shape.keys, call.rows, call.mask, call.bias, call.two_sided),
-            *(ordered and call.group == 1, call.precision),
+            *(ordered and call.group == 1, call.rates is not None, call.precision),
         ),
         shape.warps,
         shape.stages,
@@ -201,10 +234,17 @@ def run_backward(
     d_behind = d_ahead = None
     if slopes:
         assert call.behind is not None
-        d_behind, d_ahead = _sides(*parts.double().sum(dim=(1, 3)), call.behind, call.ahead)
+        sums_behind, sums_ahead = parts.double().sum(dim=(1, 3))
+        d_behind, d_ahead = _sides(sums_behind, sums_ahead, call.behind, call.ahead)
     elif bias and call.bias == TABLE:
         d_behind, d_ahead = _of_table(call, sums, d_out, shares)
     return d_q, d_k, d_v, d_behind, d_ahead
+
+
+def _faded(q: Tensor, rates: Tensor, segment: int) -> Tensor:
+    """Return the queries with the decay since the start of their segment of rows in them."""
+    steps = torch.arange(q.shape[2], device=q.device) % segment
+    return (q * torch.exp2(rates.unsqueeze(1) * steps.unsqueeze(-1))).to(q.dtype)
 
 
 def _sides(d_behind: Tensor, d_onward: Tensor, behind: Tensor, ahead: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -232,7 +272,7 @@ def _of_table(call: Call, sums: Tensor, d_out: Tensor, shares: Tensor) -> tuple[
     tiles = sums.new_empty(splits, call.heads, shifts, side, side)
     _gather(
         (shifts * call.heads * splits, 1, 1),
-        (q, k, v, sums, d_out, shares, tiles, *call.biases[2:]),
+        (q, k, v, sums, d_out, shares, tiles, *call.biases[2:5]),
         (
             *(*_strides(q), *_strides(k), *_strides(v), *_strides(d_out), call.table_stride, call.mask_stride),
             *(call.batch, call.heads, call.group, call.queries, call.keys, call.q_start, call.size),

@@ -3,8 +3,8 @@
     lengthen::attend           (q, k, v, …) → out, lse, spans, notes
     lengthen::attend_backward  (…, d_out, d_lse) → the gradients of q, k, v and of the bias
 
-spans and notes are what the backward wants to know of the forward: the keys that each block of queries read, and how far
-the farthest of each head looked. (Defined by hand: `torch.library.custom_op` takes 12 µs more a call.)
+spans and notes are what the backward wants to know of the forward: the keys that each block of queries read, and how
+far the farthest of each head looked. (Defined by hand: `torch.library.custom_op` takes 12 µs more a call.)
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from lengthen.attention.kernels.shapes import span
 
 _CALL = (
-    "Tensor q, Tensor k, Tensor v, Tensor? behind, Tensor? ahead, Tensor? first, Tensor? last, {}"
-    "int mask, int size, bool linear, bool two_sided, float scale, SymInt q_start, float tolerance"
+    "Tensor q, Tensor k, Tensor v, Tensor? behind, Tensor? ahead, Tensor? first, Tensor? last, Tensor? rates, {}"
+    "int mask, int size, bool linear, bool two_sided, float scale, SymInt q_start, float tolerance, int segment"
 )
 _RESULTS = "Tensor out, Tensor lse, Tensor spans, Tensor notes, Tensor d_out, Tensor? d_lse, "
-_library = torch.library.Library("lengthen", "FRAGMENT")
+_library: Any = torch.library.Library("lengthen", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(f"attend({_CALL.format('Tensor? key_norm, ')}) -> (Tensor, Tensor, Tensor, Tensor)")
 _library.define(
     f"attend_backward({_CALL.format(_RESULTS)}, bool given, bool bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -38,6 +38,7 @@ def _attend(
     ahead: Tensor | None,
     first: Tensor | None,
     last: Tensor | None,
+    rates: Tensor | None,
     key_norm: Tensor | None,
     *numbers: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -48,7 +49,7 @@ def _attend(
     out, lse, spans, notes = _results(q, k, v)
     with torch.cuda.device(q.get_device()):
         notes.zero_()
-        run_forward(Call(q, k, v, behind, ahead, first, last, *numbers), out, lse, spans, notes, key_norm)
+        run_forward(Call(q, k, v, behind, ahead, first, last, rates, *numbers), out, lse, spans, notes, key_norm)
     return out, lse, spans, notes
 
 
@@ -83,6 +84,7 @@ def _attend_backward(
     ahead: Tensor | None,
     first: Tensor | None,
     last: Tensor | None,
+    rates: Tensor | None,
     out: Tensor,
     lse: Tensor,
     spans: Tensor,
@@ -98,7 +100,7 @@ def _attend_backward(
     q, k, v, d_out = _dense(q), _dense(k), _dense(v), _dense(d_out)
     d_lse = None if d_lse is None else d_lse.contiguous()
     with torch.cuda.device(q.get_device()):
-        call = Call(q, k, v, behind, ahead, first, last, *numbers)
+        call = Call(q, k, v, behind, ahead, first, last, rates, *numbers)
         d_q, d_k, d_v, d_behind, d_ahead = run_backward(call, out, lse, spans, notes, d_out, d_lse, given, bias)
     d_behind, d_ahead = (lse.new_empty(0) if x is None else x for x in (d_behind, d_ahead))
     return d_q, d_k, d_v, d_behind, d_ahead
@@ -107,31 +109,31 @@ def _attend_backward(
 def _attend_backward_fake(
     q: Tensor, k: Tensor, v: Tensor, behind: Tensor | None, ahead: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    lse, bias = rest[3], rest[-1]
+    lse, bias = rest[4], rest[-1]
     d_q, d_k, d_v = (torch.empty_like(_dense(x)) for x in (q, k, v))
     d_behind, d_ahead = (x.new_empty(x.shape) if bias and x is not None else lse.new_empty(0) for x in (behind, ahead))
     return d_q, d_k, d_v, d_behind, d_ahead
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, behind, ahead, first, last, key_norm, *numbers = inputs
+    q, k, v, behind, ahead, first, last, rates, key_norm, *numbers = inputs
     out, lse, spans, notes = output
-    ctx.save_for_backward(q, k, v, behind, ahead, first, last, out, lse, spans, notes)
+    ctx.save_for_backward(q, k, v, behind, ahead, first, last, rates, out, lse, spans, notes)
     ctx.numbers, ctx.given = numbers, key_norm is not None
     ctx.mark_non_differentiable(spans, notes)
     ctx.set_materialize_grads(False)
 
 
 def _pull(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    q, k, v, behind, ahead, first, last, out, lse, spans, notes = ctx.saved_tensors
+    q, k, v, behind, ahead, first, last, rates, out, lse, spans, notes = ctx.saved_tensors
     if d_out is None:
         d_out = torch.zeros_like(out)
     wanted = ctx.needs_input_grad
     d_q, d_k, d_v, d_behind, d_ahead = attend_backward(
-        *(q, k, v, behind, ahead, first, last, out, lse, spans, notes, d_out, d_lse, *ctx.numbers, ctx.given),
+        *(q, k, v, behind, ahead, first, last, rates, out, lse, spans, notes, d_out, d_lse, *ctx.numbers, ctx.given),
         wanted[3] or wanted[4],
     )
-    return d_q, d_k, d_v, d_behind if wanted[3] else None, d_ahead if wanted[4] else None, *[None] * 10
+    return d_q, d_k, d_v, d_behind if wanted[3] else None, d_ahead if wanted[4] else None, *[None] * 12
 
 
 for _device in ("CUDA", "CPU"):  # on a CPU, Triton's interpreter

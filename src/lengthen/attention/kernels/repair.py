@@ -1,8 +1,8 @@
 """What the forward cannot do at speed: values that are NaN or infinite, as the reference has them.
 
-A tensor core multiplies a weight of 0 by NaN and gets NaN, so a value that a query does not see would spoil it; and reach
-leaves values unread that the reference would have met. The forward notes when a result of its own is not finite, or
-cannot be trusted. Then, and only then, this kernel computes the call once more, reading everything: visible values that
+A tensor core multiplies a weight of 0 by NaN and gets NaN, so a value that a query does not see would spoil it; and
+reach leaves values unread that the reference would have met. The forward notes when a result of its own is not finite,
+or cannot be trusted. Then, and only then, this kernel computes the call once more, reading everything: visible values that
 are not finite are counted apart from the others. Otherwise its programs look at the note and end.
 """
 
@@ -11,16 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lengthen.attention.kernels.tile import LINEAR, LOG2E, interval, load, row_term, scores, visible
+from lengthen.attention.kernels.tile import LINEAR, LOG2E, fading, interval, load, row_term, scores, visible
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def repair(  # type: ignore[no-untyped-def]
-    q, k, v, out, lse, notes, slopes, slopes_ahead, table, first, last,
+    q, k, v, out, lse, notes, slopes, slopes_ahead, table, first, last, rates,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, table_stride, mask_stride,
-    batch, heads, group, queries, keys, blocks, q_start, size, scale,
+    batch, heads, group, queries, keys, blocks, q_start, size, segment, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
     """Write the output again if the note says so."""
     if tl.load(notes + batch * (heads // group) + 2 * batch * heads) == 0:
@@ -50,7 +50,10 @@ def repair(  # type: ignore[no-untyped-def]
             start = tl.multiple_of(start, N)
             key = start + tl.arange(0, N)
             keys_here = load(base_k + start.to(tl.int64) * kl, tl.arange(0, N), kl, D, keys - start, WIDTH, True)
-            product = tl.dot(queries_here, tl.trans(keys_here.to(tl.float32)), input_precision="ieee")
+            faded = queries_here
+            if DECAY:
+                faded = queries_here * fading(rates, h, position - start // segment * segment, D, WIDTH)
+            product = tl.dot(faded, tl.trans(keys_here.to(tl.float32)), input_precision="ieee")
             score = scores(
                 product, position[:, None], key[None, :], begin[:, None], end[:, None], scale * LOG2E, slope, ahead,
                 table + h.to(tl.int64) * table_stride, here, True, BIAS, TWO_SIDED,
@@ -74,7 +77,10 @@ def repair(  # type: ignore[no-untyped-def]
             keys_here = load(base_k + start.to(tl.int64) * kl, tl.arange(0, N), kl, D, keys - start, WIDTH, True)
             values = load(base_v + start.to(tl.int64) * vl, tl.arange(0, N), vl, DV, keys - start, VALUES, True)
             values = values.to(tl.float32)
-            product = tl.dot(queries_here, tl.trans(keys_here.to(tl.float32)), input_precision="ieee")
+            faded = queries_here
+            if DECAY:
+                faded = queries_here * fading(rates, h, position - start // segment * segment, D, WIDTH)
+            product = tl.dot(faded, tl.trans(keys_here.to(tl.float32)), input_precision="ieee")
             score = scores(
                 product, position[:, None], key[None, :], begin[:, None], end[:, None], scale * LOG2E, slope, ahead,
                 table + h.to(tl.int64) * table_stride, here, True, BIAS, TWO_SIDED,

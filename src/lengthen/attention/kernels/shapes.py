@@ -17,7 +17,9 @@ class Shape:
     keys: int
     warps: int
     stages: int
-    registers: int | None = None  # at most, for a thread: fewer let more programs share a multiprocessor
+    registers: int | None = (
+        None  # at most, for a thread, in a plain call: fewer let more programs share a multiprocessor
+    )
 
     @staticmethod
     def of(kernel: str, head_dim: int, value_dim: int, dtype: torch.dtype) -> Shape:
@@ -28,14 +30,14 @@ class Shape:
 
 
 SHAPES = {
-    ("forward", 64, 2): Shape(128, 64, 4, 3),
-    ("forward", 128, 2): Shape(128, 64, 8, 3),
+    ("forward", 64, 2): Shape(64, 64, 4, 2, 128),
+    ("forward", 128, 2): Shape(64, 64, 4, 3),
     ("forward", 256, 2): Shape(64, 32, 8, 2),
-    ("of_queries", 64, 2): Shape(128, 64, 8, 3),
-    ("of_queries", 128, 2): Shape(64, 64, 4, 2),
+    ("of_queries", 64, 2): Shape(64, 64, 4, 3),
+    ("of_queries", 128, 2): Shape(64, 32, 4, 2, 168),
     ("of_queries", 256, 2): Shape(32, 32, 4, 2),
-    ("of_keys", 64, 2): Shape(64, 128, 8, 3),
-    ("of_keys", 128, 2): Shape(64, 64, 8, 2),
+    ("of_keys", 64, 2): Shape(64, 64, 4, 2, 168),
+    ("of_keys", 128, 2): Shape(64, 64, 4, 2),
     ("of_keys", 256, 2): Shape(32, 32, 4, 2),
     ("of_table", 64, 2): Shape(128, 128, 8, 2),
     ("of_table", 128, 2): Shape(64, 64, 8, 2),

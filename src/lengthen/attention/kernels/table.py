@@ -1,8 +1,8 @@
 """The gradient of a table of distances, without atomics: the scores' gradient summed along its diagonals.
 
-All tiles whose keys stand Δ·SIDE positions behind their queries have the same distances in the same places. So a program
-takes one Δ of one head, adds up its tiles elementwise, over queries and sequences, and writes one tile; `fold` then
-sums each written tile along its diagonals.
+All tiles whose keys stand Δ·SIDE positions behind their queries have the same distances in the same places. So a
+program takes one Δ of one head, adds up its tiles elementwise, over queries and sequences, and writes one tile; `fold`
+then sums each written tile along its diagonals.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def gather(  # type: ignore[no-untyped-def]
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, SIDE: tl.constexpr,
     MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum of the tiles of one head at one shift, over one share of the sequences: `[splits, heads, shifts]`."""
+    """Write the sum of a head's tiles at one shift, over one share of the sequences: `[splits, heads, shifts]`."""
     program = tl.program_id(0)
     shift = program // (heads * splits)
     h = program // splits % heads
@@ -68,7 +68,7 @@ def gather(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def fold(tiles, d_table, heads, shifts, splits, least, ends, ends_ahead, SIDE: tl.constexpr, PART: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sum tiles along their diagonals: distances SIDE·(least + shift) … + SIDE − 1, `[heads, ends_ahead − 1 + ends]`."""
+    """Sum tiles along their diagonals, SIDE distances a program: `[heads, ends_ahead − 1 + ends]`."""
     shift, h = tl.program_id(0) - 1, tl.program_id(1)
     offset = tl.arange(0, SIDE)
     acc = tl.zeros([SIDE], tl.float32)

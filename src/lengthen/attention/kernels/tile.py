@@ -47,8 +47,8 @@ def scores(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Return the scores of a tile from q·k; hidden ones are −∞ where MASKED.
 
-    With keys behind the query alone, ALiBi's bias is a number a key, slope·(key − here): what it lacks, −slope·(position
-    − here), is the same along a row, and `row_term` adds it to the log-sum-exp.
+    With keys behind the query alone, ALiBi's bias is a number a key, slope·(key − here): what it lacks,
+    −slope·(position − here), is the same along a row, and `row_term` adds it to the log-sum-exp.
     """
     score = product * scale
     if BIAS == LINEAR:
@@ -73,6 +73,14 @@ def row_term(position, here, slope, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr)
     if BIAS == LINEAR and not TWO_SIDED:
         return slope * (position - here).to(tl.float32)
     return position.to(tl.float32) * 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fading(rates, h, steps, D: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a head's decay over so many steps, `[steps, WIDTH]`; rates are in units of log 2, `[heads, D]`."""
+    feature = tl.arange(0, WIDTH)
+    rate = tl.load(rates + h * D + feature, mask=feature < D, other=0.0)
+    return tl.exp2(rate[None, :] * steps[:, None].to(tl.float32))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
