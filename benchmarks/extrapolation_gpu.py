@@ -45,22 +45,22 @@ class Pace(Watcher):
 
 
 def corpora(arguments: argparse.Namespace, folder: Path) -> tuple[Corpus, dict[str, Corpus]]:
-    """Return the corpus to train on, and those to test on, with its tokenizer."""
+    """Return the corpus to train on, and those to test on, with its tokenizer; those that are there already serve."""
     options: dict[str, Any] = {"separator": arguments.separator.encode().decode("unicode_escape")}
-    training = prepare(
-        [arguments.train],
-        folder / "train",
-        tokenizer="bpe",
-        vocab_size=arguments.vocabulary,
-        validation=0,
-        **options,
-    )
+    bpe: dict[str, Any] = {"tokenizer": "bpe", "vocab_size": arguments.vocabulary, "validation": 0}
+    training = made(arguments.train, folder / "train", bpe | options)
     tests = {}
     for word in arguments.test:
         name, _, path = word.partition("=")
         split: dict[str, Any] = {"split_before": "^ = [^=].* = $"} if "wikitext" in name else options
-        tests[name] = prepare([path], folder / name, tokenizer=str(folder / "train"), validation=0, **split)
+        same: dict[str, Any] = {"tokenizer": str(folder / "train"), "validation": 0}
+        tests[name] = made(path, folder / name, same | split)
     return training, tests
+
+
+def made(text: str | Path, folder: Path, options: dict[str, Any]) -> Corpus:
+    """Return the corpus of a text, prepared into a folder unless it is there."""
+    return Corpus.open(folder) if folder.is_dir() else prepare([text], folder, **options)
 
 
 def trained(method: str, corpus: Corpus, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -129,6 +129,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=262_144, help="scored at every length (262144)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the config")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep corpora and runs there (else they are removed)")
     parser.add_argument("--out", type=Path, help="the JSON (default: benchmarks/results, with the date)")
     arguments = parser.parse_args()
     today = datetime.date.today().isoformat()
@@ -136,11 +137,12 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        training, tests = corpora(arguments, Path(name))
+        folder = arguments.keep or Path(name)
+        training, tests = corpora(arguments, folder)
         for method in arguments.methods.split(","):
-            runs.append(trained(method, training, Path(name) / "runs" / method, arguments))
+            runs.append(trained(method, training, folder / "runs" / method, arguments))
             for text, corpus in tests.items():
-                found = tested(Path(name) / "runs" / method, text, corpus, arguments)
+                found = tested(folder / "runs" / method, text, corpus, arguments)
                 rows += [{"text": text, **one.record()} for one in found]
             device = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu"
             result = {"benchmark": "extrapolation_gpu", "date": today, "torch": torch.__version__, "device": device}

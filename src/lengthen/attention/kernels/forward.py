@@ -98,7 +98,7 @@ def absorb_interval(  # type: ignore[no-untyped-def]
     return acc, total, top
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def reach(top, total, bound, rest, slope, unread_side):  # type: ignore[no-untyped-def]
     """Return how far from `here` each query's keys may be left unread; −∞ where nothing may.
 
@@ -269,7 +269,7 @@ def forward(  # type: ignore[no-untyped-def]
     tl.store(odd + row * 0, 1, mask=strange)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def one_less_exp(slope2):  # type: ignore[no-untyped-def]
     """Return 1 − e^(−m), or a little less, for a slope in units of log 2."""
     m = slope2 / LOG2E
@@ -284,7 +284,7 @@ def lowest(place, here, lo, unread, N: tl.constexpr):  # type: ignore[no-untyped
     return tl.maximum(below(tl.maximum(here + low.to(tl.int32), 0), N), lo)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def highest_needed(place, here, unread, hi):  # type: ignore[no-untyped-def]
     """Return the key that reading ahead may end at (exclusive), between unread and hi."""
     high = tl.minimum(-tl.min(place, 0) + 2.0, (hi - here).to(tl.float32))
