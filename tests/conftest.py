@@ -19,6 +19,8 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
     with pytest.MonkeyPatch.context() as _patch:
         _patch.setenv("TRITON_INTERPRET", "1")
         importlib.import_module("triton.language")
+        if importlib.util.find_spec("triton.experimental.gluon") is not None:  # made of triton.language's functions
+            importlib.import_module("triton.experimental.gluon.language")
 
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None

@@ -34,7 +34,7 @@ def load_interpreted() -> str:
         return "needs triton"
     if torch.cuda.is_available():
         return "with a CUDA device the kernels are compiled; test_gpu.py has their tests"
-    with pytest.MonkeyPatch.context() as patch:  # only now: left in place, it would be an order to all other tests
+    with pytest.MonkeyPatch.context() as patch:  # only now and in these tests: others would take it for an order
         patch.setenv("TRITON_INTERPRET", "1")
         importlib.import_module("lengthen.attention.kernels.launch")
         kernel = importlib.import_module("lengthen.attention.kernels.forward").forward
@@ -53,6 +53,7 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if UNINTERPRETED:
         pytest.skip(UNINTERPRETED)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(kernels, "INTERPRETED", True)
     forward = importlib.import_module("lengthen.attention.kernels.forward")
     monkeypatch.setattr(shapes, "SHORT", 0)
     for key in shapes.SHAPES:

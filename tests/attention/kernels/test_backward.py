@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lengthen
-from lengthen import Bidirectional, Causal, Linear, Table, Window
+from lengthen import Bidirectional, Causal, Decay, Linear, Table, Window
+from lengthen.attention import kernels
 from lengthen.attention.kernels import shapes
 from lengthen.attention.kernels.shapes import Shape
 
@@ -84,6 +85,42 @@ def test_a_table_s_gradient_is_summed_over_sequences_in_any_number_of_parts(
     monkeypatch.setattr(importlib.import_module("lengthen.attention.kernels.launch"), "PROGRAMS", programs)
     call = qkv(3, 2, 20, 16, key_heads=1) | {"bias": Table(torch.randn(2, 20), torch.randn(2, 25))}
     assert_as_defined(call | {"mask": Bidirectional()}, "triton", rest=1e-5)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["one decay", "a decay a head"])
+@pytest.mark.parametrize("bias", ["none", "linear", "table"])
+@pytest.mark.parametrize("mask", ["causal", "window", "blockwise padded"])
+def test_a_decay_is_the_reference_s(
+    mask: str,
+    bias: str,
+    own: bool,
+    qkv: Callable[..., Call],
+    mask_of: Callable[..., Any],
+    bias_of: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernels, "SEGMENT", 32)  # so that 80 keys are in three
+    monkeypatch.setattr(kernels, "SEGMENT_UNIT", 32)
+    call = qkv(2 if " " in mask else 1, 2, 50, 16, keys=80, key_heads=1) | {"mask": mask_of(mask, 80)}
+    call["bias"] = bias_of(bias, call)
+    rates = 0.8 + 0.2 * torch.rand((2, 16) if own else (16,), dtype=torch.float64)
+    call["decay"] = Decay(rates)
+    grads, outs = [], []
+    for backend, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        leaves = [call[name].to(dtype).requires_grad_() for name in "qkv"]
+        given: Call = call | dict(zip("qkv", leaves, strict=True))
+        if bias == "linear":
+            leaves.append(call["bias"].slopes.to(dtype).requires_grad_())
+            given["bias"] = Linear(leaves[-1])
+        out, lse = lengthen.attention(**given, backend=backend, return_lse=True)
+        outs.append((out.detach(), lse.detach()))
+        grads.append(torch.autograd.grad(out.square().sum() + lse.where(lse.isfinite(), 0).sum(), leaves))
+    for ours, theirs in zip(*outs, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-5)
+    for ours, theirs in zip(*grads, strict=True):
+        largest = max(1.0, theirs.abs().max().item())
+        within = 1e-4 if theirs.dim() == 1 else 1e-5
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=within * largest)
 
 
 @pytest.mark.parametrize("through", ["out", "lse"])

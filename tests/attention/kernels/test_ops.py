@@ -25,32 +25,20 @@ def compiler() -> Any:
 
 
 def op_args(case: str, qkv: Callable[..., Call]) -> tuple[Any, ...]:
-    """Return the op's arguments: q, k, v, two of the bias, two of the mask, key_norm; four flags; three numbers."""
+    """Return the op's arguments: q, k, v, two of the bias, two of the mask, rates, key_norm; then numbers."""
     call = qkv(1, 2, 20, 16, keys=24, key_heads=1, value_dim=24)
     q, k, v = (call[name].requires_grad_() for name in "qkv")
-    slopes = torch.tensor([1.0, 0.2], requires_grad=True)
+    slopes, ahead = (torch.tensor(x, requires_grad=True) for x in ([1.0, 0.2], [0.2, 1.0]))
+    norm = torch.full((1, 1), 9.0)
     values = torch.randn(2, 30, requires_grad=True)
     listed = [x.to(torch.int32) for x in Causal().padded(torch.tensor([3])).interval(20, 24, 4, q.device)]
     none = (None, None)
-    numbers = (0.25, 4, 1e-4)
+    numbers = (0.25, 4, 1e-4, 0)
     return {
-        "both sides": (
-            q,
-            k,
-            v,
-            slopes,
-            slopes.detach().flip(0).requires_grad_(),
-            *none,
-            None,
-            3,
-            0,
-            True,
-            True,
-            *numbers,
-        ),
-        "norm given": (q, k, v, slopes.detach(), None, *none, torch.full((1, 1), 9.0), 1, 8, True, False, *numbers),
-        "table": (q, k, v, values, None, *listed, None, 4, 0, False, False, *numbers),
-        "two tables": (q, k, v, values, values.detach().flip(1), *none, None, 3, 0, False, True, *numbers),
+        "both sides": (q, k, v, slopes, ahead, *none, None, None, 3, 0, True, True, *numbers),
+        "norm given": (q, k, v, slopes.detach(), None, *none, None, norm, 1, 8, True, False, *numbers),
+        "table": (q, k, v, values, None, *listed, None, None, 4, 0, False, False, *numbers),
+        "two tables": (q, k, v, values, values.detach().flip(1), *none, None, None, 3, 0, False, True, *numbers),
     }[case]
 
 
@@ -69,7 +57,7 @@ def test_compiled_into_one_graph_it_is_the_same(
 ) -> None:
     def layer(q: Tensor, k: Tensor, v: Tensor, parameter: Tensor | None) -> Tensor:
         of = None if parameter is None else Linear(parameter) if parameter.dim() == 1 else Table(parameter)
-        out, lse = kernels.attention(2 * q, k, v, of, mask, 0.25, k.shape[2] - q.shape[2], 0.0)
+        out, lse = kernels.attention(2 * q, k, v, of, None, mask, 0.25, k.shape[2] - q.shape[2], 0.0)
         return out.sin() * lse.unsqueeze(-1)
 
     call = qkv(1, 2, 20, 16, keys=30)
@@ -89,7 +77,7 @@ def test_compiled_into_one_graph_it_is_the_same(
 
 def test_one_graph_serves_all_lengths(qkv: Callable[..., Call], compiler: None) -> None:
     def layer(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
-        return kernels.attention(q, k, v, Linear(slopes), Causal(), 0.25, k.shape[2] - q.shape[2], 1e-6)[0]
+        return kernels.attention(q, k, v, Linear(slopes), None, Causal(), 0.25, k.shape[2] - q.shape[2], 1e-6)[0]
 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
     slopes = torch.tensor([1.0, 0.3], requires_grad=True)
@@ -160,10 +148,16 @@ def test_one_s_own_mask_is_not_for_them(qkv: Callable[..., Call]) -> None:
         ({name: torch.zeros(1, 2, 10, 16).double() for name in "qkv"}, "they compute in float32 at most"),
         ({name: torch.zeros(1, 2, 10, 300) for name in "qkv"}, "head_dim and value width may be 256 at most"),
         ({"v": torch.zeros(1, 2, 10, 257)}, "head_dim and value width may be 256 at most"),
-        ({"decay": Decay(torch.ones(16))}, "they know no decay"),
+        ({"decay": Decay(torch.full((16,), 0.5))}, "the decay is too fast for them"),
+        ({"decay": Decay(torch.ones(16, requires_grad=True))}, "they have no gradient for the decay's rates"),
+        ({"decay": Decay(torch.ones(16)), "mask": Bidirectional()}, "they know no decay for keys ahead of the query"),
+        (
+            {"decay": Decay(torch.ones(16)), "bias": Table(torch.zeros(2, 10, requires_grad=True))},
+            "they have no gradient for a table beside a decay",
+        ),
         ({name: torch.zeros(0, 2, 10, 16) for name in "qkv"}, "there is nothing to read"),
     ],
-    ids=["float64", "head_dim", "value width", "decay", "nothing"],
+    ids=["float64", "head_dim", "value width", "fast", "rates", "ahead", "table and decay", "nothing"],
 )
 def test_what_they_cannot_do_is_refused_with_the_reason(change: Call, reason: str, qkv: Callable[..., Call]) -> None:
     with pytest.raises(ValueError, match=f"backend: 'triton' cannot do this call: {reason}"):
@@ -176,7 +170,7 @@ def test_what_they_cannot_do_is_refused_with_the_reason(change: Call, reason: st
 def test_without_the_interpreter_they_are_not_for_a_cpu(
     qkv: Callable[..., Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "interpreted", lambda: False)
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(ValueError, match="cannot do this call: they run on an NVIDIA GPU, and q is on cpu"):
         lengthen.attention(**qkv(1, 2, 10, 16), backend="triton")
 

@@ -65,6 +65,21 @@ def test_no_more_than_tolerance_is_left_unread(kind: str, tolerance: float, qkv:
     assert share.max() > 0
 
 
+@pytest.mark.parametrize("side", ["causal", "behind", "ahead"])
+@pytest.mark.parametrize("tolerance", [0.2, 0.02])
+def test_no_more_than_tolerance_is_left_unread_where_the_bound_is_tight(side: str, tolerance: float) -> None:
+    # Near keys score −2 and far ones 2, the most that the bound allows; where they turn differs between sequences, and
+    # for one of them it is just where reading ends. A flat slope makes the sum of what is unread long.
+    length, turns = 140, torch.arange(60, 84, 4)[:, None]
+    k = torch.where(torch.arange(length) < turns, 0.25, -0.25)[:, None, :, None].expand(-1, 1, -1, 16)
+    k = k.flip(2) if side == "ahead" else k
+    call: Call = {"q": torch.full_like(k, 2.0), "k": k.contiguous(), "v": torch.zeros_like(k), "tolerance": tolerance}
+    call |= {"bias": Linear(torch.tensor([0.1])), "mask": Causal() if side == "causal" else Bidirectional()}
+    share = unread(call)
+    assert share.max() <= tolerance
+    assert share.max() > 0.1 * tolerance
+
+
 @pytest.mark.parametrize("mask", MASKS)
 def test_out_is_off_by_no_more_than_the_tolerance_allows(
     mask: str, qkv: Callable[..., Call], share_read: Share, gradients: Callable[..., dict[str, Tensor]]
@@ -183,7 +198,7 @@ def spans_given(call: Call, key_norm: Tensor) -> Tensor:
     """Return the keys that are read where the caller says how long keys are."""
     q, k = call["q"], call["k"]
     place = (1 / math.sqrt(q.shape[3]), k.shape[2] - q.shape[2], call["tolerance"])
-    return kernels._attend(q, k, call["v"], call["bias"], call.get("mask", Causal()), *place, key_norm)[2]
+    return kernels._attend(q, k, call["v"], call["bias"], None, call.get("mask", Causal()), *place, key_norm)[2]
 
 
 @pytest.mark.parametrize("mask", [Causal(), Bidirectional(), Window(60)], ids=["causal", "full", "window"])

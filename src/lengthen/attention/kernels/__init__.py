@@ -88,6 +88,8 @@ def attention(
     key_norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse; only for calls that `unfit` has no word against."""
+    if not torch.compiler.is_compiling() and getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
+        raise RuntimeError("lengthen.attention: the kernels have no forward-mode derivative; backend='reference' has")
     out, lse, _, _ = _attend(q, k, v, bias, decay, mask, scale, q_start, tolerance, key_norm)
     return out, lse
 

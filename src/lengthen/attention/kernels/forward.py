@@ -46,7 +46,8 @@ def absorb(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Read the keys [lo, hi) into a running softmax: Σ weight·v, Σ weight, and the score whose weight is 1.
 
-    That score is the highest so far, or where STEADY the one it was: nothing then has to be searched or rescaled.
+    That score is the highest so far, or where STEADY the one it was: nothing then has to be searched or rescaled. It is
+    a whole number, so that weights are rounded alike whatever it is, and whatever else was read.
     """
     for start in tl.range(lo, hi, N):
         start = tl.multiple_of(start, N)
@@ -63,7 +64,7 @@ def absorb(  # type: ignore[no-untyped-def]
             weight = tl.exp2(score - top[:, None])
             total += tl.sum(weight, 1)
         else:
-            highest = tl.maximum(top, tl.max(score, 1))
+            highest = tl.maximum(top, tl.ceil(tl.max(score, 1)))
             unit = tl.where(highest == float("-inf"), 0.0, highest)
             weight = tl.exp2(score - unit[:, None])
             fade = tl.exp2(top - unit)
@@ -226,7 +227,7 @@ def forward(  # type: ignore[no-untyped-def]
         start = tl.maximum(tl.maximum(low, full_lo), near - AGAIN)
         if STEADY:  # no unread key's weight is above 2^HEADROOM now: the unit need not change any more
             ceiling = bound + tl.log2(tolerance) + slope * (near - here).to(tl.float32)
-            unit = tl.maximum(top, ceiling - HEADROOM)
+            unit = tl.maximum(top, tl.ceil(ceiling - HEADROOM))
             fade = tl.exp2(top - unit)
             acc, total, top = acc * fade[:, None], total * fade, unit
         acc, total, top = absorb(

@@ -58,8 +58,8 @@ class Call:
         slopes = slopes_ahead = joined = q  # pointers that no kernel reads where it does not ask for them
         self.table_stride = 0
         if behind is not None and linear:
-            slopes = behind.float()
-            slopes_ahead = slopes if ahead is None else ahead.float()
+            slopes = behind.float().contiguous()
+            slopes_ahead = slopes if ahead is None else ahead.float().contiguous()
         elif behind is not None:
             joined, zero = _joined(behind, ahead, two_sided)
             self.table_stride = joined.shape[1]
@@ -112,7 +112,7 @@ def _strides(x: Tensor) -> tuple[int, ...]:
 
 def _joined(behind: Tensor, ahead: Tensor | None, two_sided: bool) -> tuple[Tensor, int]:
     """Return a table of both sides in float32 and units of log 2, `[heads, …]`, and where its distance 0 is."""
-    behind = behind.float()
+    behind = behind.float().contiguous()
     if not two_sided:
         return behind * LOG2E, 0
     other = behind if ahead is None else ahead.float()

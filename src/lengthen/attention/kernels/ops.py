@@ -136,9 +136,14 @@ def _pull(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: Any) -> tupl
     return d_q, d_k, d_v, d_behind if wanted[3] else None, d_ahead if wanted[4] else None, *[None] * 12
 
 
+def _no_second(ctx: Any, *_: Any) -> None:
+    raise RuntimeError("lengthen.attention: the kernels have no second derivative; backend='reference' has")
+
+
 for _device in ("CUDA", "CPU"):  # on a CPU, Triton's interpreter
     _library.impl("attend", _attend, _device)
     _library.impl("attend_backward", _attend_backward, _device)
 torch.library.register_fake("lengthen::attend", _attend_fake, lib=_library)
 torch.library.register_fake("lengthen::attend_backward", _attend_backward_fake, lib=_library)
 torch.library.register_autograd("lengthen::attend", _pull, setup_context=_keep, lib=_library)
+torch.library.register_autograd("lengthen::attend_backward", _no_second, lib=_library)
