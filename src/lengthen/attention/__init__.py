@@ -6,6 +6,7 @@ masks.py      Causal, Window, Blockwise, Bidirectional: an interval of keys for 
 reference.py  the definition
 chunked.py    plain torch in O(length) memory, over tiles.py
 native.py     torch's own attention, where it does the job
+kernels/      Triton kernels for GPUs
 reach.py      how far an ALiBi head must look, with the proof
 merge.py      joins partial results
 """
