@@ -2,8 +2,8 @@
 
 A tensor core multiplies a weight of 0 by NaN and gets NaN, so a value that a query does not see would spoil it; and
 reach leaves values unread that the reference would have met. The forward notes when a result of its own is not finite,
-or cannot be trusted. Then, and only then, this kernel computes the call once more, reading everything: visible values that
-are not finite are counted apart from the others. Otherwise its programs look at the note and end.
+or cannot be trusted. Then, and only then, this kernel computes the call once more, reading everything: visible values
+that are not finite are counted apart from the others. Otherwise its programs look at the note and end.
 """
 
 from __future__ import annotations
