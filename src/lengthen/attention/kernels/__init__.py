@@ -1,10 +1,11 @@
 """Triton kernels behind `lengthen.attention`, for NVIDIA GPUs (and, for tests, Triton's interpreter on a CPU).
 
-ops.py       the two registered torch ops
+ops.py       the registered torch ops
 launch.py    grids and arguments
 shapes.py    block shapes
 forward.py   the forward, with reach inside it
 backward.py  the gradients of queries, keys and values
+decoding.py  few queries against many keys
 table.py     the gradient of a table of distances
 ball.py      how long keys are, for reach
 repair.py    values that are NaN or infinite
@@ -18,12 +19,14 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lengthen.attention.biases import Bias, Decay, Linear, Table
-from lengthen.attention.kernels.ops import attend
+from lengthen.attention.kernels import shapes
+from lengthen.attention.kernels.ops import attend, decode
 from lengthen.attention.masks import Bidirectional, Blockwise, Causal, Mask, Window
 
 WIDEST = 256  # features of a key or value
@@ -90,8 +93,20 @@ def attention(
     """Return out and lse; only for calls that `unfit` has no word against."""
     if not torch.compiler.is_compiling() and getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
         raise RuntimeError("lengthen.attention: the kernels have no forward-mode derivative; backend='reference' has")
-    out, lse, _, _ = _attend(q, k, v, bias, decay, mask, scale, q_start, tolerance, key_norm)
-    return out, lse
+    arguments = _arguments(q, k, v, bias, decay, mask, scale, q_start, tolerance, key_norm)
+    few = decay is None and shapes.few(q.shape[2], q.shape[1] // k.shape[1])
+    if few and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:5])):
+        return decode(*arguments)[:2]  # type: ignore[no-any-return]
+    return attend(*arguments)[:2]  # type: ignore[no-any-return]
+
+
+def decode_spans(q: Tensor, k: Tensor, v: Tensor, bias: Bias | None = None, key_norm: Tensor | None = None) -> Tensor:
+    """Return the keys that decoding reads, int32 `[2, batch, key_heads]`: first and end (exclusive)."""
+    from lengthen.attention.op import check_call
+
+    call = check_call(q, k, v, bias, None, Causal(), None, None, None, key_norm)
+    arguments = _arguments(q, k, v, bias, None, Causal(), call.scale, call.q_start, call.tolerance, key_norm)
+    return decode(*arguments)[2]  # type: ignore[no-any-return]
 
 
 def spans(
@@ -111,10 +126,11 @@ def spans(
     call = check_call(q, k, v, bias, None, mask, scale, q_start, tolerance)
     if reason := unfit(q, v, bias, None, mask):
         raise ValueError(f"q: not for the kernels: {reason}")
-    return _attend(q, k, v, bias, None, mask, call.scale, call.q_start, call.tolerance, None)[2]
+    arguments = _arguments(q, k, v, bias, None, mask, call.scale, call.q_start, call.tolerance, None)
+    return attend(*arguments)[2]  # type: ignore[no-any-return]
 
 
-def _attend(
+def _arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -125,7 +141,8 @@ def _attend(
     q_start: int,
     tolerance: float,
     key_norm: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Any, ...]:
+    """Return what the ops take."""
     behind, ahead = bias.tensors if bias is not None else (None, None)
     kind, size = 0, 0
     if isinstance(mask, Window):
@@ -144,7 +161,7 @@ def _attend(
     if decay is not None:
         segment = _segment(decay, q.dtype)
         k, v, rates = _scaled(q, k, v, decay, segment)
-    return attend(  # type: ignore[no-any-return]
+    return (
         *(q, k, v, behind, ahead, first, last, rates, key_norm),
         *(kind, size, linear, two_sided, scale, q_start, tolerance, segment),
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lengthen.attention.kernels import backward, ball, forward, repair, shapes, table
+from lengthen.attention.kernels import backward, ball, decoding, forward, repair, shapes, table
 from lengthen.attention.kernels.launcher import Launcher
 from lengthen.attention.kernels.shapes import Shape
 
@@ -18,11 +18,13 @@ CAUSAL, FULL = 0, 3
 LOG2E = math.log2(math.e)
 BALL_ROWS, BALL_KEYS = 128, 256  # keys that a program of the pass over them loads at once, and takes in all
 REPAIRED, REPAIRERS = 32, 264  # rows of the repair's blocks, and its programs, which mostly end at once
+SPLITS, DECODERS = 64, 2048  # of decoding: shares of a head's keys at most, and programs in all
 PROGRAMS = 1024  # of the pass for a table's gradient: enough to fill a GPU
 
 _ball, _forward, _repair = Launcher(ball.ball), Launcher(forward.forward), Launcher(repair.repair)
 _of_queries, _of_keys = Launcher(backward.of_queries), Launcher(backward.of_keys)
 _gather, _fold = Launcher(table.gather), Launcher(table.fold)
+_split, _join = Launcher(decoding.split), Launcher(decoding.join)
 
 
 class Call:
@@ -163,6 +165,40 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tens
         (*strides, *call.sizes(blocks)),
         (call.scale,),
         (*call.widths, REPAIRED, REPAIRED, call.mask, call.bias, call.two_sided, call.rates is not None),
+        warps=4,
+        stages=1,
+    )
+
+
+def run_decode(call: Call, out: Tensor, lse: Tensor, lows: Tensor, key_norm: Tensor | None) -> None:
+    """Launch the kernels for few queries into their results."""
+    q, k, v, shape = call.q, call.k, call.v, call.shape("decode")
+    rows, of_keys = call.group * call.queries, call.batch * call.key_heads
+    splits = max(1, min(SPLITS, DECODERS // of_keys, -(-call.keys // shape.keys)))
+    parts = lse.new_empty(of_keys * splits * rows, call.widths[1])
+    units, totals = lse.new_empty(2, of_keys * splits * rows).unbind(0)
+    reach = call.linear and key_norm is not None and call.tolerance > 0 and not call.two_sided
+    _split(
+        (splits, of_keys, 1),
+        (q, k, v, parts, units, totals, lows, *call.biases[:5], q if key_norm is None else key_norm),
+        (
+            *(*_strides(q), *_strides(k), *_strides(v), call.table_stride, call.mask_stride),
+            *(call.key_heads, call.group, call.queries, call.keys, call.q_start, call.size, splits),
+        ),
+        (call.scale, call.tolerance if reach else 0.5),
+        (
+            *(*call.widths, max(16, 1 << (rows - 1).bit_length()), shape.keys, call.mask, call.bias, call.two_sided),
+            *(GIVEN if reach else NO_REACH, call.queries > 1, call.precision),
+        ),
+        shape.warps,
+        shape.stages,
+    )
+    _join(
+        (rows, of_keys, 1),
+        (parts, units, totals, out, lse),
+        (*_strides(out), call.key_heads, call.group, call.queries, splits),
+        (),
+        (call.widths[1], call.widths[3], 1 << (splits - 1).bit_length()),
         warps=4,
         stages=1,
     )

@@ -1,7 +1,8 @@
-"""The kernels as two registered torch ops, so that torch.compile, autograd and opcheck know them.
+"""The kernels as registered torch ops, so that torch.compile, autograd and opcheck know them.
 
     lengthen::attend           (q, k, v, …) → out, lse, spans, notes
     lengthen::attend_backward  (…, d_out, d_lse) → the gradients of q, k, v and of the bias
+    lengthen::decode           (q, k, v, …) → out, lse, lows      for few queries, without gradients
 
 spans and notes are what the backward wants to know of the forward: the keys that each block of queries read, and how
 far the farthest of each head looked. (Defined by hand: `torch.library.custom_op` takes 12 µs more a call.)
@@ -26,7 +27,9 @@ _library.define(f"attend({_CALL.format('Tensor? key_norm, ')}) -> (Tensor, Tenso
 _library.define(
     f"attend_backward({_CALL.format(_RESULTS)}, bool given, bool bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
+_library.define(f"decode({_CALL.format('Tensor? key_norm, ')}) -> (Tensor, Tensor, Tensor)")
 attend = torch.ops.lengthen.attend.default
+decode = torch.ops.lengthen.decode.default
 attend_backward = torch.ops.lengthen.attend_backward.default
 
 
@@ -74,6 +77,33 @@ def _results(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 
 def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _results(_dense(q), _dense(k), _dense(v))
+
+
+def _decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    behind: Tensor | None,
+    ahead: Tensor | None,
+    first: Tensor | None,
+    last: Tensor | None,
+    rates: Tensor | None,
+    key_norm: Tensor | None,
+    *numbers: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out, lse, and the keys that each head of keys was read at."""
+    from lengthen.attention.kernels.launch import Call, run_decode
+
+    q, k, v = _dense(q), _dense(k), _dense(v)
+    out, lse, lows = _decode_fake(q, k, v)
+    with torch.cuda.device(q.get_device()):
+        run_decode(Call(q, k, v, behind, ahead, first, last, rates, *numbers), out, lse, lows, key_norm)
+    return out, lse, lows
+
+
+def _decode_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse = _results(_dense(q), k, v)[:2]
+    return out, lse, q.new_empty(2, k.shape[0], k.shape[1], dtype=torch.int32)
 
 
 def _attend_backward(
@@ -140,10 +170,17 @@ def _no_second(ctx: Any, *_: Any) -> None:
     raise RuntimeError("lengthen.attention: the kernels have no second derivative; backend='reference' has")
 
 
+def _no_derivative(ctx: Any, *_: Any) -> None:
+    raise RuntimeError("lengthen::decode: expected inputs that need no gradient; lengthen.attention picks the op")
+
+
 for _device in ("CUDA", "CPU"):  # on a CPU, Triton's interpreter
     _library.impl("attend", _attend, _device)
+    _library.impl("decode", _decode, _device)
     _library.impl("attend_backward", _attend_backward, _device)
 torch.library.register_fake("lengthen::attend", _attend_fake, lib=_library)
+torch.library.register_fake("lengthen::decode", _decode_fake, lib=_library)
 torch.library.register_fake("lengthen::attend_backward", _attend_backward_fake, lib=_library)
 torch.library.register_autograd("lengthen::attend", _pull, setup_context=_keep, lib=_library)
 torch.library.register_autograd("lengthen::attend_backward", _no_second, lib=_library)
+torch.library.register_autograd("lengthen::decode", _no_derivative, lib=_library)

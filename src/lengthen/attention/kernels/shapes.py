@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+FEW, FEW_ROWS = 16, 64  # queries, and rows of all heads that share keys, that decoding takes
 SHORT = 512  # up to this many keys, the pass over them that reach needs costs more than it saves
 
 
@@ -30,6 +31,12 @@ class Shape:
 
 
 SHAPES = {
+    ("decode", 64, 2): Shape(16, 64, 4, 3),
+    ("decode", 128, 2): Shape(16, 64, 4, 3),
+    ("decode", 256, 2): Shape(16, 32, 4, 2),
+    ("decode", 64, 4): Shape(16, 32, 4, 2),
+    ("decode", 128, 4): Shape(16, 32, 4, 2),
+    ("decode", 256, 4): Shape(16, 16, 4, 1),
     ("forward", 64, 2): Shape(64, 64, 4, 2, 128),
     ("forward", 128, 2): Shape(64, 64, 4, 3),
     ("forward", 256, 2): Shape(64, 32, 8, 2),
@@ -55,6 +62,11 @@ SHAPES = {
     ("of_table", 128, 4): Shape(32, 32, 4, 1),
     ("of_table", 256, 4): Shape(16, 16, 4, 1),
 }
+
+
+def few(queries: int, group: int) -> bool:
+    """Return whether so many queries, of heads that share keys, are few enough for the kernels that decode."""
+    return queries <= FEW and queries * group <= FEW_ROWS
 
 
 def span(head_dim: int, value_dim: int, dtype: torch.dtype) -> int:
