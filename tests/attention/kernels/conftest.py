@@ -21,6 +21,7 @@ from lengthen.attention.kernels.shapes import Shape
 
 Call = dict[str, Any]  # the arguments of `lengthen.attention`
 SMALL = {
+    "decode": Shape(16, 16, 4, 1),
     "forward": Shape(32, 16, 4, 1),
     "of_queries": Shape(16, 16, 4, 1),
     "of_keys": Shape(16, 32, 4, 1),
