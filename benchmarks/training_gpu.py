@@ -1,10 +1,10 @@
 """Training speed on one GPU: tokens a second and model FLOP utilisation, one row a model and position method.
 
     python benchmarks/training_gpu.py                    # small and xl, every method; writes benchmarks/results
-    python benchmarks/training_gpu.py --models small --methods sinusoidal,rotary,xpos --steps 60
+    python benchmarks/training_gpu.py --models small --methods sinusoidal,alibi --lengths 512,1024,2048,16384 --steps 60
 
 Each row is the real loop (`lengthen.training.train`) on real windows with a vocabulary of 50,304, bf16 autocast and
-torch.compile, at the preset's training length; the first steps, which compile, are not counted. A row's speed is the
+torch.compile, at the lengths that are asked for; the first steps, which compile, are not counted. A row's speed is the
 median over stretches of ten steps. Sinusoidal, the yardstick, is measured before and after the others: the two tell how
 far the machine drifts. Utilisation counts the operations that the model needs (`ModelConfig.flops_per_token`: attention
 at half of its square, nothing recomputed) over the data sheet's dense bf16 peak.
@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import datetime
 import gc
+import itertools
 import json
 import statistics
 import tempfile
@@ -30,8 +31,8 @@ from lengthen.training import Watcher, load, train, world
 from lengthen.training.log import Record
 
 VOCABULARY = 50_304  # GPT-2's, padded to a multiple of 64
-BATCH = {"small": 64, "xl": 16}  # windows in one pass: enough to fill the GPU
-SLOW = ("alibi", "t5")  # these wait for kernels of their own, and get fewer steps
+TOKENS = {"small": 1 << 16, "xl": 1 << 14}  # in one pass: enough to fill the GPU
+STRETCH = 10  # steps between two readings of the speed
 METHODS = ("sinusoidal", "rotary", "xpos", "alibi", "t5")
 
 
@@ -59,23 +60,24 @@ class Meter(Watcher):
             raise EnoughError
 
 
-def measure(model: str, method: str, corpus: Corpus, steps: int, stretch: int, extra: list[tuple[str, str]]) -> Record:
+def measure(model: str, method: str, length: int, corpus: Corpus, steps: int, extra: list[tuple[str, str]]) -> Record:
     torch._dynamo.reset()
     torch.cuda.reset_peak_memory_stats()
     words = [
         ("model.positions", method),
         ("model.vocab_size", str(VOCABULARY)),
-        ("train.batch", str(BATCH[model])),
-        ("train.micro_batch", str(BATCH[model])),
-        ("train.steps", str(steps + 3 * stretch)),
+        ("model.train_length", str(length)),
+        ("train.batch", str(TOKENS[model] // length)),
+        ("train.micro_batch", str(TOKENS[model] // length)),
+        ("train.steps", str(steps + 3 * STRETCH)),
         ("schedule.warmup", "20"),
         ("evaluation.every", "0"),
         ("checkpoint.every", "0"),
-        ("log.every", str(stretch)),
+        ("log.every", str(STRETCH)),
         *extra,
     ]
     config = load(model, words)
-    meter = Meter(skip=stretch, steps=steps)
+    meter = Meter(skip=STRETCH, steps=steps)
     with tempfile.TemporaryDirectory() as out, world("cuda") as here:
         with contextlib.suppress(EnoughError):
             train(config, corpus, out, here, watchers=[meter])
@@ -104,7 +106,7 @@ def main() -> None:
     parser.add_argument("--models", default="small,xl", help="presets, with commas")
     parser.add_argument("--methods", default=",".join(METHODS), help="position methods, with commas")
     parser.add_argument("--steps", type=int, default=80, help="steps of each row")
-    parser.add_argument("--slow-steps", type=int, default=12, help="steps of the rows that wait for kernels")
+    parser.add_argument("--lengths", default="1024", help="training lengths, with commas")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the config")
     parser.add_argument("--data", type=Path, help="token shards; without it, the standard library's source")
     parser.add_argument("--out", type=Path, help="where the JSON goes (default: benchmarks/results, with the date)")
@@ -119,9 +121,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus.open(arguments.data) if arguments.data else prepare(None, folder)
         for model in arguments.models.split(","):
-            for method, again in order(arguments.methods.split(",")):
-                steps, stretch = (arguments.slow_steps, 4) if method in SLOW else (arguments.steps, 10)
-                rows.append({**measure(model, method, corpus, steps, stretch, extra), "again": again})
+            for length, (method, again) in itertools.product(
+                [int(word) for word in arguments.lengths.split(",")], order(arguments.methods.split(","))
+            ):
+                rows.append({**measure(model, method, length, corpus, arguments.steps, extra), "again": again})
                 print(told(rows[-1], rows), flush=True)
                 result: dict[str, Any] = {
                     "benchmark": "training_gpu",
@@ -134,18 +137,21 @@ def main() -> None:
 
 
 def order(methods: list[str]) -> list[tuple[str, bool]]:
-    """Return the methods with the yardstick once more after those that are compared with it closely; the slow last."""
-    fast = [(method, False) for method in methods if method not in SLOW]
+    """Return the methods, and the yardstick once more after them."""
     yardstick = [("sinusoidal", True)] if "sinusoidal" in methods else []
-    return [*fast, *yardstick, *((method, False) for method in methods if method in SLOW)]
+    return [*((method, False) for method in methods), *yardstick]
 
 
 def told(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    yardsticks = [r["tokens_per_second"] for r in rows if r["model"] == row["model"] and r["method"] == "sinusoidal"]
+    yardsticks = [
+        r["tokens_per_second"]
+        for r in rows
+        if (r["model"], r["length"], r["method"]) == (row["model"], row["length"], "sinusoidal")
+    ]
     against = f"{row['tokens_per_second'] / statistics.mean(yardsticks):6.3f}× sinusoidal" if yardsticks else ""
     used = "" if row["utilisation"] is None else f"{row['utilisation']:6.1%} MFU"
     return (
-        f"{row['model']:<6} {row['method']:<11} {row['tokens_per_second']:>10,.0f} tokens/s  {used}  {against}  "
+        f"{row['model']:<6} {row['length']:>6,} {row['method']:<11} {row['tokens_per_second']:>10,.0f} tokens/s  {used}  {against}  "
         f"{row['gigabytes']:5.1f} GB  spread {row['spread']:.1%}  ready after {row['seconds_to_ready']:.0f} s"
     )
 
