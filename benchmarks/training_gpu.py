@@ -151,7 +151,8 @@ def told(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     against = f"{row['tokens_per_second'] / statistics.mean(yardsticks):6.3f}× sinusoidal" if yardsticks else ""
     used = "" if row["utilisation"] is None else f"{row['utilisation']:6.1%} MFU"
     return (
-        f"{row['model']:<6} {row['length']:>6,} {row['method']:<11} {row['tokens_per_second']:>10,.0f} tokens/s  {used}  {against}  "
+        f"{row['model']:<6} {row['length']:>6,} {row['method']:<11} {row['tokens_per_second']:>10,.0f} tokens/s  "
+        f"{used}  {against}  "
         f"{row['gigabytes']:5.1f} GB  spread {row['spread']:.1%}  ready after {row['seconds_to_ready']:.0f} s"
     )
 

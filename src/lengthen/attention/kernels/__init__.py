@@ -16,6 +16,7 @@ Nothing here needs Triton to be imported; calling the kernels does.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import os
@@ -45,6 +46,8 @@ def unfit(q: Tensor, v: Tensor, bias: Bias | None, decay: Decay | None, mask: Ma
         return f"they run on an NVIDIA GPU, and q is on {q.device}"
     if not HAS_TRITON:
         return "they need the package triton"
+    if q.is_cuda and not torch.compiler.is_compiling() and (reason := _too_old(q.device)):
+        return reason
     if q.dtype == torch.float64:
         return "they compute in float32 at most"
     if max(q.shape[3], v.shape[3]) > WIDEST:
@@ -56,6 +59,15 @@ def unfit(q: Tensor, v: Tensor, bias: Bias | None, decay: Decay | None, mask: Ma
     if not (q.numel() and v.numel()):
         return "there is nothing to read"
     return ""
+
+
+@functools.cache
+def _too_old(device: torch.device) -> str:
+    """Return why the kernels do not run on this GPU; empty: they do."""
+    if torch.version.hip is not None:
+        return "they are for NVIDIA GPUs"
+    major, minor = torch.cuda.get_device_capability(device)
+    return "" if major >= 8 else f"they need compute capability 8.0, and {device} has {major}.{minor}"
 
 
 def _undecayable(q: Tensor, bias: Bias | None, decay: Decay, mask: Mask) -> str:

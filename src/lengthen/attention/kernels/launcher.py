@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 LARGEST = 2**31 - 1  # a number above it is passed in 64 bits
 
@@ -48,7 +49,15 @@ class Launcher:
         if compiled is not None:
             compiled[grid](*tensors, *numbers, *floats, *constants)
             return
-        options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
-        compiled = self.kernel[grid](*tensors, *numbers, *floats, *constants, **options)
+        arguments = (*tensors, *numbers, *floats, *constants)
+        options = {"num_warps": warps, "maxnreg": registers}
+        for fewer in range(stages, 0, -1):  # a smaller GPU may not have the memory to load so far ahead
+            try:
+                compiled = self.kernel[grid](*arguments, num_stages=fewer, **options)
+            except OutOfResources:
+                if fewer == 1:
+                    raise
+            else:
+                break
         if first.is_cuda:  # the interpreter compiles nothing
             self.kept[key] = compiled

@@ -1,0 +1,103 @@
+"""The launcher: one variant of a kernel for arguments alike, found again without Triton's help."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.runtime.errors import OutOfResources
+
+from lengthen.attention.kernels.launcher import Launcher
+
+
+class Kernel:
+    """Records launches as Triton would get them; needs more memory than there is above so many stages."""
+
+    def __init__(self, most_stages: int = 9) -> None:
+        self.most_stages = most_stages
+        self.compiled: list[dict[str, Any]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def compile_and_launch(*arguments: Any, **options: Any) -> Any:
+            if options["num_stages"] > self.most_stages:
+                raise OutOfResources(300_000, 101_376, "shared memory")
+            self.compiled.append(options)
+            self.launched.append((grid, *arguments))
+            return {one: self.launcher(one) for one in ((1, 1, 1), (2, 1, 1))}
+
+        return compile_and_launch
+
+    def launcher(self, grid: tuple[int, int, int]) -> Any:
+        return lambda *arguments: self.launched.append((grid, *arguments))
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def launch(launcher: Launcher, numbers: tuple[int, ...] = (16, 3), offset: int = 0, **changed: Any) -> None:
+    memory = torch.zeros(64).as_subclass(OnGpu)
+    arguments: dict[str, Any] = {"grid": (1, 1, 1), "tensors": (memory[offset:],), "numbers": numbers, "floats": (0.5,)}
+    launcher(**arguments | {"constants": (64, True), "warps": 4, "stages": 3} | changed)
+
+
+def test_arguments_alike_are_compiled_once_and_all_arrive() -> None:
+    kernel = Kernel()
+    launcher = Launcher(kernel)
+    launch(launcher)
+    launch(launcher, numbers=(32, 5), grid=(2, 1, 1))
+    assert len(kernel.compiled) == 1
+    assert [one[0] for one in kernel.launched] == [(1, 1, 1), (2, 1, 1)]
+    assert [one[2:] for one in kernel.launched] == [(16, 3, 0.5, 64, True), (32, 5, 0.5, 64, True)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"numbers": (17, 3)},  # no multiple of 16
+        {"numbers": (1, 3)},
+        {"numbers": (2**40, 3)},  # in 64 bits
+        {"offset": 1},  # a pointer that is not aligned
+        {"constants": (128, True)},
+        {"warps": 8},
+        {"stages": 2},
+        {"registers": 128},
+        {"tensors": (torch.zeros(4, dtype=torch.float16).as_subclass(OnGpu),)},
+    ],
+    ids=str,
+)
+def test_what_decides_over_a_variant_gives_another(other: dict[str, Any]) -> None:
+    kernel = Kernel()
+    launcher = Launcher(kernel)
+    launch(launcher)
+    launch(launcher, **other)
+    assert len(kernel.compiled) == 2
+
+
+def test_a_gpu_with_less_memory_gets_fewer_stages() -> None:
+    kernel = Kernel(most_stages=1)
+    launcher = Launcher(kernel)
+    launch(launcher)
+    launch(launcher)
+    assert [options["num_stages"] for options in kernel.compiled] == [1]
+    assert len(kernel.launched) == 2
+
+
+def test_what_does_not_fit_at_all_is_said() -> None:
+    with pytest.raises(OutOfResources):
+        launch(Launcher(Kernel(most_stages=0)))
+
+
+def test_on_a_cpu_nothing_is_kept() -> None:
+    kernel = Kernel()
+    launcher = Launcher(kernel)
+    for _ in range(2):
+        launch(launcher, tensors=(torch.zeros(4),))
+    assert len(kernel.compiled) == 2
