@@ -29,7 +29,7 @@ def assert_forward(call: Call) -> None:
 
 
 # Examples take long here, and so would making a failing one smaller.
-@settings(max_examples=50, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+@settings(max_examples=30, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(data=st.data())
 def test_is_the_reference_for_any_call(data: st.DataObject, any_call: Callable[..., Call]) -> None:
     assert_forward(any_call(data))

@@ -198,7 +198,8 @@ def spans_given(call: Call, key_norm: Tensor) -> Tensor:
     """Return the keys that are read where the caller says how long keys are."""
     q, k = call["q"], call["k"]
     place = (1 / math.sqrt(q.shape[3]), k.shape[2] - q.shape[2], call["tolerance"])
-    return kernels._attend(q, k, call["v"], call["bias"], None, call.get("mask", Causal()), *place, key_norm)[2]
+    mask = call.get("mask", Causal())
+    return kernels.attend(*kernels._arguments(q, k, call["v"], call["bias"], None, mask, *place, key_norm))[2]
 
 
 @pytest.mark.parametrize("mask", [Causal(), Bidirectional(), Window(60)], ids=["causal", "full", "window"])
