@@ -543,3 +543,13 @@ def test_strides_of_a_cache_make_no_difference(layout: str, queries: int, qkv: C
     got = lengthen.attention(**strided, backend="triton", return_lse=True)
     for ours, theirs in zip(got, expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_value_that_is_not_a_number_counts_where_a_table_hides_all_keys(qkv: Callable[..., Call]) -> None:
+    call = qkv(1, 1, 1, 16, keys=80) | {"bias": Table(torch.full((1, 80), -torch.inf))}
+    call["v"][0, 0, 3, 0] = torch.nan
+    with torch.no_grad():
+        out = lengthen.attention(**call, backend="triton")
+        expected = lengthen.attention(**call, backend="reference")
+    torch.testing.assert_close(out, expected, equal_nan=True)
+    assert out[0, 0, 0, 0].isnan()

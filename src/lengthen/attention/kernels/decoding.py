@@ -156,9 +156,9 @@ def join(  # type: ignore[no-untyped-def]
     weight = tl.where(total == 0, 0.0, tl.exp2(unit - base))  # a share that saw nothing has no unit
     whole = tl.sum(total * weight, 0)
     feature = tl.arange(0, VALUES)
-    used = (share[:, None] < splits) & (feature[None, :] < DV) & (total != 0)[:, None]
+    used = (share[:, None] < splits) & (feature[None, :] < DV)
     part = tl.load(parts + at[:, None].to(tl.int64) * DV + feature[None, :], mask=used, other=0.0)
-    result = tl.sum(tl.where(used, part * weight[:, None], 0.0), 0) / tl.where(whole == 0, 1.0, whole)
+    result = tl.sum(part * weight[:, None], 0) / tl.where(whole == 0, 1.0, whole)
     place = out + b.to(tl.int64) * ob + h.to(tl.int64) * oh + query.to(tl.int64) * ol + feature
     tl.store(place, result.to(out.dtype.element_ty), mask=feature < DV)
     log_sum = tl.where(top == float("inf"), top, top + tl.log2(whole))
