@@ -302,7 +302,8 @@ def with_flex(bench: Bench, length: int, score_mod: Callable[..., Tensor]) -> Fo
         return i >= j
 
     torch._dynamo.reset()  # else it would compile for any length, not for this one, and at last give up
-    seen = create_block_mask(behind, None, None, length, length, device=str(bench.device))
+    made = torch.compile(create_block_mask, dynamic=False) if bench.cuda else create_block_mask  # else it holds length²
+    seen = made(behind, None, None, length, length, device=str(bench.device))
     run = torch.compile(flex_attention, dynamic=False) if bench.cuda else flex_attention
     return lambda q, k, v: run(q, k, v, score_mod=score_mod, block_mask=seen)
 
