@@ -5,6 +5,9 @@
     python benchmarks/attention_gpu.py --only trained --model-run runs/alibi --corpus data/books
     python benchmarks/attention_gpu.py --quick --device cpu           # does the script work: tiny, means nothing
 
+It is one long file because it is one run: sections share the peers, the clock and the machine, and a ratio means
+something only within it.
+
     section   what is measured (bf16, 16 heads, ALiBi's slopes, causal, random normal inputs unless it says otherwise)
     lengths   forward and backward against cuDNN's causal attention, which has no bias, and forward against
               FlexAttention with the same bias; the share of keys read; the distance from reading everything

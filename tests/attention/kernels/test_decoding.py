@@ -1,4 +1,8 @@
-"""Few queries against many keys: the reference's results, whatever the shares, and no key read beyond the reach."""
+"""Few queries against many keys: the reference's results, whatever the shares, and no key read beyond the reach.
+
+In this order: results, how far is read, odd values, what is decoded at all, the op. All share one comparison, so they
+stand in one long file.
+"""
 
 import importlib
 import math

@@ -9,6 +9,8 @@ decoding.py  few queries against many keys
 table.py     the gradient of a table of distances
 ball.py      how long keys are, for reach
 repair.py    values that are NaN or infinite
+codes.py     the numbers for masks and biases
+launcher.py  a launch that costs the CPU little
 tile.py      what the kernels share
 
 Nothing here needs Triton to be imported; calling the kernels does.
@@ -26,14 +28,13 @@ import torch
 from torch import Tensor
 
 from lengthen.attention.biases import Bias, Decay, Linear, Table
-from lengthen.attention.kernels import shapes
+from lengthen.attention.kernels import codes, shapes
 from lengthen.attention.kernels.ops import attend, decode
 from lengthen.attention.masks import Bidirectional, Blockwise, Causal, Mask, Window
+from lengthen.attention.native import LEAST_POWER
 
 WIDEST = 256  # features of a key or value
 SEGMENT, SEGMENT_UNIT = 1 << 16, 128  # keys that a decay is scaled into from one start: at most, and a divisor of it
-# How small a decay's power may get over a segment: far from what the dtype can hold.
-LEAST_POWER = {torch.float16: 2.0**-5, torch.bfloat16: 2.0**-16, torch.float32: 2.0**-16}
 
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -156,16 +157,16 @@ def _arguments(
 ) -> tuple[Any, ...]:
     """Return what the ops take."""
     behind, ahead = bias.tensors if bias is not None else (None, None)
-    kind, size = 0, 0
+    kind, size = codes.CAUSAL, 0
     if isinstance(mask, Window):
-        kind, size = 1, mask.size
+        kind, size = codes.WINDOW, mask.size
     elif isinstance(mask, Blockwise):
-        kind, size = 2, mask.block
+        kind, size = codes.BLOCKWISE, mask.block
     elif isinstance(mask, Bidirectional):
-        kind = 3
+        kind = codes.FULL
     first = last = None
     if mask.key_start is not None or mask.document_starts is not None:
-        kind = 4
+        kind = codes.LISTED
         first, last = (x.to(torch.int32).contiguous() for x in mask.interval(q.shape[2], k.shape[2], q_start, q.device))
     two_sided = isinstance(mask, Bidirectional)
     linear = isinstance(bias, Linear)

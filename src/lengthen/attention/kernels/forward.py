@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lengthen.attention.kernels import codes
 from lengthen.attention.kernels.tile import (
     CAUSAL,
     FULL,
@@ -31,10 +32,11 @@ AGAIN = tl.constexpr(1024)  # and before it is asked once more
 HEADROOM = tl.constexpr(60.0)  # by how many powers of two a weight may be above 1,
 LOST = tl.constexpr(2.0**-90)  # and how small a sum of weights is not trusted
 
-# Where reach knows from how long keys are: it does not ask, a pass over them (ball.py), or the caller's word.
-NO_REACH = tl.constexpr(0)
-MEASURED = tl.constexpr(1)
-GIVEN = tl.constexpr(2)
+NO_REACH, MEASURED, GIVEN = (
+    tl.constexpr(codes.NO_REACH),
+    tl.constexpr(codes.MEASURED),
+    tl.constexpr(codes.GIVEN),
+)
 SLACK = tl.constexpr(1e-4)  # by which norms are widened: more than rounding can hide in them, or in the scores read
 
 

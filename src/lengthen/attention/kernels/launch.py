@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from lengthen.attention.kernels import backward, ball, decoding, forward, repair, shapes, table
+from lengthen.attention.kernels.codes import CAUSAL, FULL, GIVEN, LINEAR, MEASURED, NO_REACH, NONE, TABLE
 from lengthen.attention.kernels.launcher import Launcher
 from lengthen.attention.kernels.shapes import Shape
 
-NO_REACH, MEASURED, GIVEN = 0, 1, 2
-NONE, LINEAR, TABLE = 0, 1, 2
-CAUSAL, FULL = 0, 3
 LOG2E = math.log2(math.e)
 BALL_ROWS, BALL_KEYS = 128, 256  # keys that a program of the pass over them loads at once, and takes in all
 REPAIRED, REPAIRERS = 32, 264  # rows of the repair's blocks, and its programs, which mostly end at once
@@ -99,7 +97,7 @@ class Call:
 
     def measures(self, given: bool) -> bool:
         """Return whether the forward has a pass over the keys before it."""
-        return self.linear and not given and shapes.uses_reach(self.tolerance, self.keys, given)
+        return self.linear and not given and self.tolerance > 0 and self.keys > shapes.SHORT
 
 
 def _block(width: int) -> int:

@@ -72,8 +72,3 @@ def few(queries: int, group: int) -> bool:
 def span(head_dim: int, value_dim: int, dtype: torch.dtype) -> int:
     """Return how many queries of the forward share an interval of keys; the backward's blocks divide it."""
     return Shape.of("forward", head_dim, value_dim, dtype).queries
-
-
-def uses_reach(tolerance: float, keys: int, given: bool) -> bool:
-    """Return whether a call with slopes asks how far each block of queries must read."""
-    return tolerance > 0 and (given or keys > SHORT)

@@ -9,17 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Which keys a query sees. LISTED: two numbers a query, from memory (padded and packed sequences).
-CAUSAL = tl.constexpr(0)
-WINDOW = tl.constexpr(1)
-BLOCKWISE = tl.constexpr(2)
-FULL = tl.constexpr(3)
-LISTED = tl.constexpr(4)
+from lengthen.attention.kernels import codes
 
-# What a score gets added.
-NONE = tl.constexpr(0)
-LINEAR = tl.constexpr(1)
-TABLE = tl.constexpr(2)
+# The codes that these kernels ask for, as Triton wants a constant.
+CAUSAL, WINDOW, BLOCKWISE = tl.constexpr(codes.CAUSAL), tl.constexpr(codes.WINDOW), tl.constexpr(codes.BLOCKWISE)
+FULL, LISTED = tl.constexpr(codes.FULL), tl.constexpr(codes.LISTED)
+LINEAR, TABLE = tl.constexpr(codes.LINEAR), tl.constexpr(codes.TABLE)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
