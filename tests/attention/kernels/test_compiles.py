@@ -76,7 +76,7 @@ EITHER, MASKS, BIASES, PRECISIONS = {False, True}, {0, 1, 2, 3, 4}, {0, 1, 2}, {
 PLAIN: dict[str, set[Any]] = {"MASK": MASKS, "BIAS": BIASES, "TWO_SIDED": EITHER, "PRECISION": PRECISIONS}
 BRANCHES: dict[str, dict[str, dict[str, set[Any]]]] = {
     "forward": {
-        "ball": {"CENTRED": {True}},
+        "ball": {},
         "forward": PLAIN | {"REACH": {0, 1, 2}, "STEADY": EITHER, "DECAY": EITHER},
         "repair": {"MASK": {2, 3, 4}, "BIAS": BIASES, "TWO_SIDED": EITHER, "DECAY": EITHER},
     },

@@ -34,7 +34,7 @@ SCAN = tl.constexpr(128)  # blocks of queries that `of_keys` looks at together
 def pull_queries(  # type: ignore[no-untyped-def]
     d_q, along, ahead_along, q, d_out, k, v, kl, vl, lo, hi, keys, log_sum, share, position, begin, end, scale, slope,
     ahead, table, here,
-    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr, MASK: tl.constexpr,
     BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, MASKED: tl.constexpr, SLOPES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys [lo, hi) give to the gradient of a block of queries, and to that of its slope."""
@@ -47,7 +47,7 @@ def pull_queries(  # type: ignore[no-untyped-def]
         product = tl.dot(q, tl.trans(keys_here), input_precision=PRECISION)
         score = scores(
             product, position[:, None], key[None, :], begin[:, None], end[:, None], scale, slope, ahead, table, here,
-            MASKED, BIAS, TWO_SIDED,
+            MASKED, MASK, BIAS, TWO_SIDED,
         )  # fmt: skip
         weight = tl.exp2(score - log_sum[:, None])
         d_weight = tl.dot(d_out, tl.trans(values), input_precision=PRECISION)
@@ -72,18 +72,18 @@ def pull_interval(  # type: ignore[no-untyped-def]
     d_q, along, ahead_along = pull_queries(
         d_q, along, ahead_along, q, d_out, k, v, kl, vl, tl.maximum(lo, full_hi), hi, keys, log_sum, share, position,
         begin, end, scale, slope, ahead, table, here,
-        D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, SLOPES, PRECISION,
+        D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, SLOPES, PRECISION,
     )  # fmt: skip
     d_q, along, ahead_along = pull_queries(
         d_q, along, ahead_along, q, d_out, k, v, kl, vl, tl.maximum(lo, full_lo), tl.minimum(hi, full_hi), keys,
         log_sum, share, position, begin, end, scale, slope, ahead, table, here,
-        D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, SLOPES, PRECISION,
+        D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, False, SLOPES, PRECISION,
     )  # fmt: skip
     if MASK != CAUSAL and MASK != FULL:
         d_q, along, ahead_along = pull_queries(
             d_q, along, ahead_along, q, d_out, k, v, kl, vl, lo, tl.minimum(hi, full_lo), keys, log_sum, share,
             position, begin, end, scale, slope, ahead, table, here,
-            D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, SLOPES, PRECISION,
+            D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, SLOPES, PRECISION,
         )  # fmt: skip
     return d_q, along, ahead_along
 
@@ -207,7 +207,7 @@ def pull_keys(  # type: ignore[no-untyped-def]
         product = tl.dot(k, tl.trans(queries_here), input_precision=PRECISION)
         score = scores(
             product, position[None, :], key[:, None], begin[None, :], end[None, :], scale, slope, ahead, table, key_lo,
-            MASKED, BIAS, TWO_SIDED,
+            MASKED, MASK, BIAS, TWO_SIDED,
         )  # fmt: skip
         weight = tl.exp2(score - log_sum[None, :])
         d_out_here = load(base_g, local, gl, DV, queries, VALUES, False)

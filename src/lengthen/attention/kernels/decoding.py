@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lengthen.attention.kernels.forward import GIVEN, SLACK, lowest, one_less_exp, reach
+from lengthen.attention.kernels.ball import SLACK
+from lengthen.attention.kernels.forward import GIVEN, lowest, one_less_exp, reach
 from lengthen.attention.kernels.tile import LINEAR, LOG2E, above, below, interval, load, row_term, scores
 
 
@@ -19,7 +20,7 @@ from lengthen.attention.kernels.tile import LINEAR, LOG2E, above, below, interva
 def split(  # type: ignore[no-untyped-def]
     q, k, v, parts, units, totals, lows, slopes, slopes_ahead, table, first, last, key_norm,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, table_stride, mask_stride,
-    key_heads, group, queries, keys, q_start, size, splits, scale, tolerance,
+    key_heads, group, queries, keys, q_start, size, splits, scale, exact,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, REACH: tl.constexpr, SEVERAL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -64,7 +65,7 @@ def split(  # type: ignore[no-untyped-def]
             score = scores(
                 tl.dot(queries_here, tl.trans(keys_here), input_precision=PRECISION), position[:, None], key[None, :],
                 begin[:, None], end[:, None], scale2, slope[:, None], ahead[:, None], table, here,
-                True, BIAS, TWO_SIDED,
+                True, MASK, BIAS, TWO_SIDED,
             )  # fmt: skip
             highest = tl.maximum(top, tl.max(score, 1))
             unit = tl.where(highest == float("-inf"), 0.0, highest)
@@ -72,7 +73,7 @@ def split(  # type: ignore[no-untyped-def]
             top = highest
         wide = queries_here.to(tl.float32)
         bound = tl.abs(scale2) * tl.sqrt(tl.sum(wide * wide, 1)) * (1 + SLACK) * tl.load(key_norm + head)
-        bound -= tl.log2(tolerance) + tl.log2(one_less_exp(slope))
+        bound += exact - tl.log2(one_less_exp(slope))
         needed = reach(top, total, bound, position.to(tl.float32) * 0, slope, (begin >= near) | (begin > end))
         lo = lowest(needed, here, lo, near, N)
     if share == 0:
@@ -95,7 +96,8 @@ def split(  # type: ignore[no-untyped-def]
         values = tl.load(v + start.to(tl.int64) * vl + tl.arange(0, N)[:, None] * vl + value, mask=let_in, other=0.0)
         score = scores(
             tl.dot(queries_here, tl.trans(keys_here), input_precision=PRECISION), position[:, None], key[None, :],
-            begin[:, None], end[:, None], scale2, slope[:, None], ahead[:, None], table, here, True, BIAS, TWO_SIDED,
+            begin[:, None], end[:, None], scale2, slope[:, None], ahead[:, None], table, here,
+            True, MASK, BIAS, TWO_SIDED,
         )  # fmt: skip
         highest = tl.maximum(top, tl.ceil(tl.max(score, 1)))
         unit = tl.where(highest == float("-inf"), 0.0, highest)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from lengthen.attention.kernels import codes
+from lengthen.attention.kernels.ball import SLACK
 from lengthen.attention.kernels.tile import (
     CAUSAL,
     FULL,
@@ -29,21 +30,19 @@ from lengthen.attention.kernels.tile import (
 
 NEAR = tl.constexpr(64)  # keys beside the diagonal that are read before reach is asked for the first time,
 AGAIN = tl.constexpr(1024)  # and before it is asked once more
-HEADROOM = tl.constexpr(60.0)  # by how many powers of two a weight may be above 1,
-LOST = tl.constexpr(2.0**-90)  # and how small a sum of weights is not trusted
+LOST = tl.constexpr(2.0**-90)  # how small a sum of weights is not trusted
 
 NO_REACH, MEASURED, GIVEN = (
     tl.constexpr(codes.NO_REACH),
     tl.constexpr(codes.MEASURED),
     tl.constexpr(codes.GIVEN),
 )
-SLACK = tl.constexpr(1e-4)  # by which norms are widened: more than rounding can hide in them, or in the scores read
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def absorb(  # type: ignore[no-untyped-def]
     acc, total, top, q, k, v, kl, vl, lo, hi, keys, position, begin, end, scale, slope, ahead, table, here,
-    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr, MASK: tl.constexpr,
     BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, MASKED: tl.constexpr, STEADY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Read the keys [lo, hi) into a running softmax: Σ weight·v, Σ weight, and the score whose weight is 1.
@@ -57,18 +56,20 @@ def absorb(  # type: ignore[no-untyped-def]
         base_k, base_v = k + start.to(tl.int64) * kl, v + start.to(tl.int64) * vl
         keys_here = load(base_k, tl.arange(0, N), kl, D, keys - start, WIDTH, MASKED)
         product = tl.dot(q, tl.trans(keys_here), input_precision=PRECISION)
+        # ALiBi's bias in two parts: along the block, which is the same for all blocks, and up to it, a single number.
         score = scores(
-            product, position[:, None], key[None, :], begin[:, None], end[:, None], scale, slope, ahead, table, here,
-            MASKED, BIAS, TWO_SIDED,
+            product, position[:, None], key[None, :], begin[:, None], end[:, None], scale, slope, ahead, table,
+            here if TWO_SIDED else start, MASKED, MASK, BIAS, TWO_SIDED,
         )  # fmt: skip
+        up_to = row_term(start, here, slope, BIAS, TWO_SIDED)
         values = load(base_v, tl.arange(0, N), vl, DV, keys - start, VALUES, MASKED)
         if STEADY:
-            weight = tl.exp2(score - top[:, None])
+            weight = tl.exp2(score - (top - up_to)[:, None])
             total += tl.sum(weight, 1)
         else:
-            highest = tl.maximum(top, tl.ceil(tl.max(score, 1)))
+            highest = tl.maximum(top, tl.ceil(tl.max(score, 1) + up_to))
             unit = tl.where(highest == float("-inf"), 0.0, highest)
-            weight = tl.exp2(score - unit[:, None])
+            weight = tl.exp2(score - (unit - up_to)[:, None])
             fade = tl.exp2(top - unit)
             total = total * fade + tl.sum(weight, 1)
             acc = acc * fade[:, None]
@@ -82,21 +83,23 @@ def absorb_interval(  # type: ignore[no-untyped-def]
     acc, total, top, q, k, v, kl, vl, lo, hi, full_lo, full_hi, keys, position, begin, end, scale, slope, ahead, table,
     here,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr, MASK: tl.constexpr,
-    BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, STEADY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Read the keys [lo, hi), with a mask only outside [full_lo, full_hi), where not every query sees them."""
     acc, total, top = absorb(
         acc, total, top, q, k, v, kl, vl, tl.maximum(lo, full_hi), hi, keys, position, begin, end,
-        scale, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, False, PRECISION,
+        scale, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, False, PRECISION,
     )  # fmt: skip
+    if STEADY:
+        top = tl.where(top == float("-inf"), 0.0, top)
     acc, total, top = absorb(
         acc, total, top, q, k, v, kl, vl, tl.maximum(lo, full_lo), tl.minimum(hi, full_hi), keys, position, begin, end,
-        scale, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, False, PRECISION,
+        scale, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, False, STEADY, PRECISION,
     )  # fmt: skip
     if MASK != CAUSAL and MASK != FULL:
         acc, total, top = absorb(
             acc, total, top, q, k, v, kl, vl, lo, tl.minimum(hi, full_lo), keys, position, begin, end,
-            scale, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, False, PRECISION,
+            scale, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, STEADY, PRECISION,
         )  # fmt: skip
     return acc, total, top
 
@@ -117,36 +120,36 @@ def reach(top, total, bound, rest, slope, unread_side):  # type: ignore[no-untyp
 def forward(  # type: ignore[no-untyped-def]
     q, k, v, out, lse, spans, notes, slopes, slopes_ahead, table, first, last, rates, centre, key_norm,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, table_stride, mask_stride,
-    batch, heads, group, queries, keys, blocks, q_start, size, segment, scale, tolerance,
+    batch, heads, group, queries, keys, blocks, q_start, size, segment, scale, exact,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, REACH: tl.constexpr, STEADY: tl.constexpr,
     DECAY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write out, lse and the keys that each block of queries read."""
+    """Write out, lse and the keys that each block of queries read; `exact` is −log₂ of the tolerance."""
     radius = notes
     far = radius + batch * (heads // group)
     odd = far + 2 * batch * heads
     order = odd + 1
     tl.static_assert(NEAR % N == 0 and AGAIN % N == 0, "reach asks at whole blocks of keys")
-    program = tl.program_id(0)
-    block = blocks - 1 - program % blocks
-    b = program // blocks % batch
-    h = heads - 1 - program // (blocks * batch)
+    block = blocks - 1 - tl.program_id(0) % blocks
+    b = tl.program_id(0) // blocks
+    h = heads - 1 - tl.program_id(1)
     if REACH == MEASURED:
-        h = tl.load(order + program // (blocks * batch))
+        h = tl.load(order + tl.program_id(1))
     of_head = b * heads + h
     of_keys = b * (heads // group) + h // group
     q += b.to(tl.int64) * qb + h.to(tl.int64) * qh
     k += b.to(tl.int64) * kb + (h // group).to(tl.int64) * kh
     v += b.to(tl.int64) * vb + (h // group).to(tl.int64) * vh
 
-    row = tl.minimum(block * M + tl.arange(0, M), queries - 1)  # rows past the end repeat the last
+    local = tl.minimum(tl.arange(0, M), queries - 1 - block * M)  # rows past the end repeat the last
+    row = block * M + local
     position = row + q_start
     begin, end = interval(row, position, first + b * mask_stride, last + b * mask_stride, keys, size, MASK)
     here = q_start + block * M
     stop = tl.minimum(here + M, q_start + queries) - 1
     lo, hi, full_lo, full_hi = visible(begin, end, here, stop, first, last, keys, size, N, MASK)
-    queries_here = load(q, row.to(tl.int64), ql, D, queries, WIDTH, False)
+    queries_here = load(q + (block * M).to(tl.int64) * ql, local, ql, D, queries, WIDTH, False)
     scale2 = scale * LOG2E
     slope, ahead = 0.0, 0.0
     if BIAS == LINEAR:
@@ -162,13 +165,12 @@ def forward(  # type: ignore[no-untyped-def]
         wide = queries_here.to(tl.float32)
         length = tl.sqrt(tl.sum(wide * wide, 1)) * (1 + SLACK)
         if REACH == GIVEN:
-            bound = tl.abs(scale2) * length * tl.load(key_norm + of_keys) - tl.log2(tolerance)
+            bound = tl.abs(scale2) * length * tl.load(key_norm + of_keys) + exact
         else:
             feature = tl.arange(0, WIDTH)
             middle = tl.load(centre + of_keys * D + feature, mask=feature < D, other=0.0)
-            ball = tl.sqrt(tl.load(radius + of_keys).to(tl.float32, bitcast=True))
-            ball += SLACK * (ball + tl.sqrt(tl.sum(middle * middle, 0)))
-            bound = scale2 * tl.sum(wide * middle[None, :], 1) + tl.abs(scale2) * length * ball - tl.log2(tolerance)
+            ball = tl.load(radius + of_keys).to(tl.float32, bitcast=True)
+            bound = scale2 * tl.sum(wide * middle[None, :], 1) + tl.abs(scale2) * length * ball + exact
         offset = (position - here).to(tl.float32)
 
     if DECAY:  # keys are scaled from the start of their segment: for each, so are the queries
@@ -179,20 +181,20 @@ def forward(  # type: ignore[no-untyped-def]
             faded = (queries_here * fading(rates, h, position - segment_lo, D, WIDTH)).to(queries_here.dtype)
             acc, total, top = absorb_interval(
                 acc, total, top, faded, k, v, kl, vl, start, until, full_lo, full_hi, keys, position, begin, end,
-                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, PRECISION,
+                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, STEADY, PRECISION,
             )  # fmt: skip
             until = start
     elif REACH == NO_REACH:
         acc, total, top = absorb_interval(
             acc, total, top, queries_here, k, v, kl, vl, lo, hi, full_lo, full_hi, keys, position, begin, end,
-            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, PRECISION,
+            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, STEADY, PRECISION,
         )  # fmt: skip
     elif TWO_SIDED:
         near_lo = tl.minimum(tl.maximum(below(tl.maximum(here, 0), N), lo), above(hi, N))
         near_hi = tl.maximum(tl.minimum(here + M, hi), near_lo)
         acc, total, top = absorb(
             acc, total, top, queries_here, k, v, kl, vl, near_lo, near_hi, keys, position, begin, end,
-            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, False, PRECISION,
+            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, False, PRECISION,
         )  # fmt: skip
         near_hi = tl.minimum(above(near_hi, N), above(hi, N))
         behind = bound - tl.log2(one_less_exp(slope))
@@ -202,8 +204,8 @@ def forward(  # type: ignore[no-untyped-def]
             low = tl.maximum(low, lowest(place, here, lo, near_lo, N))
             start = tl.maximum(low, near_lo - AGAIN)
             acc, total, top = absorb(
-                acc, total, top, queries_here, k, v, kl, vl, start, near_lo, keys, position, begin, end,
-                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, False, PRECISION,
+                acc, total, top, queries_here, k, v, kl, vl, start, near_lo, keys, position, begin, end, scale2,
+                slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, False, PRECISION,
             )  # fmt: skip
             near_lo = start
         onward = bound - tl.log2(one_less_exp(ahead))
@@ -213,53 +215,51 @@ def forward(  # type: ignore[no-untyped-def]
             high = tl.minimum(high, highest_needed(place, here, near_hi, hi))
             stop = tl.minimum(high, near_hi + AGAIN)
             acc, total, top = absorb(
-                acc, total, top, queries_here, k, v, kl, vl, near_hi, stop, keys, position, begin, end,
-                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, False, PRECISION,
+                acc, total, top, queries_here, k, v, kl, vl, near_hi, stop, keys, position, begin, end, scale2,
+                slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, False, PRECISION,
             )  # fmt: skip
             near_hi = tl.maximum(above(stop, N), near_hi)
         lo, hi = near_lo, tl.minimum(near_hi, hi)
     else:
-        near = tl.maximum(full_hi - NEAR, full_lo)  # a few keys more before it asks: the nearest say most
+        start = tl.maximum(full_hi - NEAR, full_lo)  # a few keys more before it asks: the nearest say most
         acc, total, top = absorb(
-            acc, total, top, queries_here, k, v, kl, vl, near, hi, keys, position, begin, end,
-            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, False, PRECISION,
+            acc, total, top, queries_here, k, v, kl, vl, start, hi, keys, position, begin, end,
+            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, False, PRECISION,
         )  # fmt: skip
+        if STEADY:
+            top = tl.where(top == float("-inf"), 0.0, top)
         behind = bound - tl.log2(one_less_exp(slope))
-        low = lowest(reach(top, total, behind, 0.0 * offset, slope, begin >= near), here, lo, near, N)
-        start = tl.maximum(tl.maximum(low, full_lo), near - AGAIN)
-        if STEADY:  # no unread key's weight is above 2^HEADROOM now: the unit need not change any more
-            ceiling = bound + tl.log2(tolerance) + slope * (near - here).to(tl.float32)
-            unit = tl.maximum(top, tl.ceil(ceiling - HEADROOM))
-            fade = tl.exp2(top - unit)
-            acc, total, top = acc * fade[:, None], total * fade, unit
-        acc, total, top = absorb(
-            acc, total, top, queries_here, k, v, kl, vl, start, near, keys, position, begin, end,
-            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, STEADY, PRECISION,
-        )  # fmt: skip
-        if start > low:
-            place = reach(top, total, behind, 0.0 * offset, slope, begin >= start)
+        low, more = lo, AGAIN + 0
+        while start > tl.maximum(low, full_lo):
+            place = reach(top, total, behind, 0.0, slope, begin >= start)
             low = tl.maximum(low, lowest(place, here, lo, start, N))
-        inner = tl.maximum(low, full_lo)
-        acc, total, top = absorb(
-            acc, total, top, queries_here, k, v, kl, vl, inner, start, keys, position, begin, end,
-            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, False, STEADY, PRECISION,
-        )  # fmt: skip
-        lo = tl.minimum(low, start)
-        if MASK != CAUSAL:
+            since = start
+            start = tl.maximum(tl.maximum(low, full_lo), since - more)
             acc, total, top = absorb(
-                acc, total, top, queries_here, k, v, kl, vl, lo, tl.minimum(full_lo, start), keys, position, begin, end,
-                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, BIAS, TWO_SIDED, True, STEADY, PRECISION,
+                acc, total, top, queries_here, k, v, kl, vl, start, since, keys, position, begin, end, scale2,
+                slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, False, STEADY, PRECISION,
             )  # fmt: skip
+            more = keys
+        if MASK != CAUSAL:
+            if start > low:
+                place = reach(top, total, behind, 0.0, slope, begin >= start)
+                low = tl.maximum(low, lowest(place, here, lo, start, N))
+            acc, total, top = absorb(
+                acc, total, top, queries_here, k, v, kl, vl, low, start, keys, position, begin, end, scale2,
+                slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, STEADY, PRECISION,
+            )  # fmt: skip
+        lo = tl.minimum(low, start)
 
-    result = acc / tl.where(total == 0, 1.0, total)[:, None]
+    result = acc * (1 / tl.where(total == 0, 1.0, total))[:, None]
     log_sum = top + tl.log2(total) - row_term(position, here, slope, BIAS, TWO_SIDED)
     log_sum = tl.where(top == float("inf"), top, log_sum) / LOG2E
     log_sum = tl.where(total == 0, float("-inf"), log_sum)
-    actual = block * M + tl.arange(0, M)
+    one = tl.arange(0, M)
+    actual = block * M + one
     feature = tl.arange(0, VALUES)
-    place = out + b.to(tl.int64) * ob + h.to(tl.int64) * oh + actual[:, None].to(tl.int64) * ol + feature[None, :]
+    place = out + b.to(tl.int64) * ob + h.to(tl.int64) * oh + (block * M).to(tl.int64) * ol
     inside = (actual[:, None] < queries) & (feature[None, :] < DV)
-    tl.store(place, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(place + one[:, None] * ol + feature[None, :], result.to(out.dtype.element_ty), mask=inside)
     tl.store(lse + of_head.to(tl.int64) * queries + actual, log_sum, mask=actual < queries)
 
     tl.store(spans + of_head * blocks + block, lo)
@@ -267,8 +267,9 @@ def forward(  # type: ignore[no-untyped-def]
     tl.atomic_max(far + 2 * of_head, here + M - lo, sem="relaxed")
     tl.atomic_max(far + 2 * of_head + 1, hi - here, sem="relaxed")
     # A value that is not finite shows in what its own block reads: then `repair` does the whole call again.
-    # The same where a steady unit was so far from all scores that their weights are lost.
-    strange = (tl.sum(acc * 0.0, 1) != 0.0) | ((begin <= end) & (total < LOST))
+    # The same where the steady unit was so far from other scores that weights were lost, or too large.
+    whole = tl.sum(result, 1)
+    strange = (whole - whole != 0.0) | ((begin <= end) & ~((total >= LOST) & (total < float("inf"))))
     tl.store(odd + row * 0, 1, mask=strange)
 
 

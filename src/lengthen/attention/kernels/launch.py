@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lengthen.attention.kernels import backward, ball, decoding, forward, repair, shapes, table
-from lengthen.attention.kernels.codes import CAUSAL, FULL, GIVEN, LINEAR, MEASURED, NO_REACH, NONE, TABLE
+from lengthen.attention.kernels.codes import CAUSAL, FULL, GIVEN, LINEAR, LISTED, MEASURED, NO_REACH, NONE, TABLE
 from lengthen.attention.kernels.launcher import Launcher
 from lengthen.attention.kernels.shapes import Shape
 
@@ -95,6 +95,16 @@ class Call:
         """How float32 products are computed: from three TF32 products, unless torch was told that one will do."""
         return "tf32" if self.q.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
+    @property
+    def exact(self) -> float:
+        """−log₂ of the tolerance, of which each side gets half; 0 where everything is read."""
+        return 0.0 if self.tolerance == 0 else float(self.two_sided) - math.log2(self.tolerance)
+
+    @property
+    def steady(self) -> bool:
+        """Whether the unit of weights stays after the near keys, which needs float32's range, and a query among them."""
+        return self.q.dtype != torch.float16 and self.mask not in (FULL, LISTED)
+
     def measures(self, given: bool) -> bool:
         """Return whether the forward has a pass over the keys before it."""
         return self.linear and not given and self.tolerance > 0 and self.keys > shapes.SHORT
@@ -133,24 +143,20 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tens
             (k, centre, notes, call.slopes),
             (*_strides(k), call.batch, call.key_heads, call.heads, call.keys, BALL_KEYS),
             (),
-            (call.widths[0], call.widths[2], BALL_ROWS, 1 << (call.heads - 1).bit_length(), True),
+            (call.widths[0], call.widths[2], BALL_ROWS, 1 << (call.heads - 1).bit_length()),
             warps=4,
             stages=3,
         )
     strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(out), call.table_stride, call.mask_stride)
     blocks = spans.shape[3]
     _forward(
-        (blocks * call.batch * call.heads, 1, 1),
+        (blocks * call.batch, call.heads, 1),
         (q, k, v, out, lse, spans, notes, *call.biases, centre, q if key_norm is None else key_norm),
         (*strides, *call.sizes(blocks)),
-        (call.scale, call.tolerance / 2 if call.two_sided else call.tolerance),
+        (call.scale, call.exact),
         (
             *(*call.widths, call.rows, shape.keys, call.mask, call.bias, call.two_sided, reach),
-            *(
-                q.dtype != torch.float16,
-                call.rates is not None,
-                call.precision,
-            ),  # in 16 bits few weights are far from 1
+            *(call.steady, call.rates is not None, call.precision),
         ),
         shape.warps,
         shape.stages,
@@ -183,7 +189,7 @@ def run_decode(call: Call, out: Tensor, lse: Tensor, lows: Tensor, key_norm: Ten
             *(*_strides(q), *_strides(k), *_strides(v), call.table_stride, call.mask_stride),
             *(call.key_heads, call.group, call.queries, call.keys, call.q_start, call.size, splits),
         ),
-        (call.scale, call.tolerance if reach else 0.5),
+        (call.scale, call.exact),
         (
             *(*call.widths, max(16, 1 << (rows - 1).bit_length()), shape.keys, call.mask, call.bias, call.two_sided),
             *(GIVEN if reach else NO_REACH, call.queries > 1, call.precision),

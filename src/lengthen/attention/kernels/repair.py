@@ -56,7 +56,7 @@ def repair(  # type: ignore[no-untyped-def]
             product = tl.dot(faded, tl.trans(keys_here.to(tl.float32)), input_precision="ieee")
             score = scores(
                 product, position[:, None], key[None, :], begin[:, None], end[:, None], scale * LOG2E, slope, ahead,
-                table + h.to(tl.int64) * table_stride, here, True, BIAS, TWO_SIDED,
+                table + h.to(tl.int64) * table_stride, here, True, MASK, BIAS, TWO_SIDED,
             )  # fmt: skip
             highest = tl.maximum(top, tl.max(score, 1))
             unit = tl.where(highest == float("-inf"), 0.0, highest)
@@ -83,7 +83,7 @@ def repair(  # type: ignore[no-untyped-def]
             product = tl.dot(faded, tl.trans(keys_here.to(tl.float32)), input_precision="ieee")
             score = scores(
                 product, position[:, None], key[None, :], begin[:, None], end[:, None], scale * LOG2E, slope, ahead,
-                table + h.to(tl.int64) * table_stride, here, True, BIAS, TWO_SIDED,
+                table + h.to(tl.int64) * table_stride, here, True, MASK, BIAS, TWO_SIDED,
             )  # fmt: skip
             seen = (key[None, :] >= begin[:, None]) & (key[None, :] <= end[:, None])
             weight = tl.where(seen, tl.exp2(score - log_sum[:, None]), 0.0)

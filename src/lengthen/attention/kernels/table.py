@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lengthen.attention.kernels.tile import LOG2E, TABLE, interval, load, scores
+from lengthen.attention.kernels.tile import LISTED, LOG2E, TABLE, interval, load, scores
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -53,7 +53,7 @@ def gather(  # type: ignore[no-untyped-def]
         key = tl.where((actual >= 0) & (actual < keys), key, -1)
         score = scores(
             product, position[:, None], key[None, :], begin[:, None], end[:, None], scale * LOG2E, 0.0, 0.0, table, 0,
-            True, TABLE, True,
+            True, LISTED, TABLE, True,
         )  # fmt: skip
         of_rows = (b * heads + h).to(tl.int64) * queries
         log_sum = tl.where(block * SIDE + one < queries, tl.load(sums + of_rows + row), float("inf"))

@@ -38,7 +38,7 @@ def interval(row, position, first, last, keys, size, MASK: tl.constexpr):  # typ
 @triton.jit  # type: ignore[untyped-decorator]
 def scores(  # type: ignore[no-untyped-def]
     product, position, key, first, last, scale, slope, ahead, table, here,
-    MASKED: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr,
+    MASKED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr,
 ):  # fmt: skip
     """Return the scores of a tile from q·k; hidden ones are −∞ where MASKED.
 
@@ -54,12 +54,20 @@ def scores(  # type: ignore[no-untyped-def]
             score += slope * (key - here).to(tl.float32)
     if BIAS == TABLE:
         if MASKED:
-            score += tl.load(table + (position - key), mask=(key >= first) & (key <= last), other=0.0)
+            score += tl.load(table + (position - key), mask=is_seen(key, first, last, MASK), other=0.0)
         else:
             score += tl.load(table + (position - key))
     if MASKED:
-        score = tl.where((key >= first) & (key <= last), score, float("-inf"))
+        score = tl.where(is_seen(key, first, last, MASK), score, float("-inf"))
     return score
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def is_seen(key, first, last, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return whether a query sees a key; with nothing hidden behind it, only the last is asked for."""
+    if MASK == CAUSAL or MASK == FULL:
+        return key <= last
+    return (key >= first) & (key <= last)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
