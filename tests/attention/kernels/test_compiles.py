@@ -150,7 +150,8 @@ def run(
 def compiled(
     kernel: Any,
     tensors: tuple[torch.Tensor, ...],
-    numbers: tuple[int, ...],
+    strides: tuple[int, ...],
+    sizes: tuple[int, ...],
     floats: tuple[float, ...],
     constants: tuple[Any, ...],
     options: dict[str, int],
@@ -160,15 +161,18 @@ def compiled(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kinds = [POINTERS[x.dtype] for x in tensors] + ["constexpr" if x == 1 else "i32" for x in numbers]
-    kinds += ["fp32"] * len(floats) + ["constexpr"] * len(constants)
-    values = [x.data_ptr() for x in tensors] + [*numbers, *floats, *constants]
+    kinds = [POINTERS[x.dtype] for x in tensors] + ["constexpr" if x == 1 else "i32" for x in strides]
+    special = len(kinds)  # arguments whose values are looked at; Triton must look at the same
+    looked_at = [not x.do_not_specialize for x in kernel.params[len(tensors) :]]
+    assert looked_at[: len(strides) + len(sizes)] == [True] * len(strides) + [False] * len(sizes)
+    kinds += ["i32"] * len(sizes) + ["fp32"] * len(floats) + ["constexpr"] * len(constants)
+    values = [x.data_ptr() for x in tensors] + [*strides, *sizes, *floats, *constants]
     signature = dict(zip(kernel.arg_names, kinds, strict=True))
     fixed, aligned = {}, {}
     for i, (kind, value) in enumerate(zip(kinds, values, strict=True)):
         if kind == "constexpr":
             fixed[(i,)] = value
-        elif kind != "fp32" and value % 16 == 0:
+        elif i < special and value % 16 == 0:
             aligned[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -184,7 +188,8 @@ def main(part: str) -> None:
         self: Launcher,
         grid: tuple[int, int, int],
         tensors: tuple[torch.Tensor, ...],
-        numbers: tuple[int, ...],
+        strides: tuple[int, ...],
+        sizes: tuple[int, ...],
         floats: tuple[float, ...],
         constants: tuple[Any, ...],
         warps: int,
@@ -197,7 +202,7 @@ def main(part: str) -> None:
         options = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
         shared, error = -1, None
         try:
-            shared = compiled(kernel, tensors, numbers, floats, constants, options).metadata.shared
+            shared = compiled(kernel, tensors, strides, sizes, floats, constants, options).metadata.shared
         except Exception as failure:  # of whatever kind: the compiler has many
             error = f"{type(failure).__name__}: {failure}"[-2000:]
         by_name = dict(zip(kernel.arg_names[-len(constants) :], constants, strict=True))

@@ -42,28 +42,36 @@ class OnGpu(torch.Tensor):
     is_cuda = True  # type: ignore[assignment]
 
 
-def launch(launcher: Launcher, numbers: tuple[int, ...] = (16, 3), offset: int = 0, **changed: Any) -> None:
+def launch(
+    launcher: Launcher,
+    strides: tuple[int, ...] = (16, 3),
+    sizes: tuple[int, ...] = (7,),
+    offset: int = 0,
+    **changed: Any,
+) -> None:
     memory = torch.zeros(64).as_subclass(OnGpu)
-    arguments: dict[str, Any] = {"grid": (1, 1, 1), "tensors": (memory[offset:],), "numbers": numbers, "floats": (0.5,)}
-    launcher(**arguments | {"constants": (64, True), "warps": 4, "stages": 3} | changed)
+    arguments: dict[str, Any] = {"grid": (1, 1, 1), "tensors": (memory[offset:],), "strides": strides, "sizes": sizes}
+    launcher(**arguments | {"floats": (0.5,), "constants": (64, True), "warps": 4, "stages": 3} | changed)
 
 
 def test_arguments_alike_are_compiled_once_and_all_arrive() -> None:
     kernel = Kernel()
     launcher = Launcher(kernel)
     launch(launcher)
-    launch(launcher, numbers=(32, 5), grid=(2, 1, 1))
+    launch(launcher, strides=(32, 5), sizes=(16,), grid=(2, 1, 1))
+    launch(launcher, sizes=(1,))
     assert len(kernel.compiled) == 1
-    assert [one[0] for one in kernel.launched] == [(1, 1, 1), (2, 1, 1)]
-    assert [one[2:] for one in kernel.launched] == [(16, 3, 0.5, 64, True), (32, 5, 0.5, 64, True)]
+    assert [one[0] for one in kernel.launched] == [(1, 1, 1), (2, 1, 1), (1, 1, 1)]
+    expected = [(16, 3, 7, 0.5, 64, True), (32, 5, 16, 0.5, 64, True), (16, 3, 1, 0.5, 64, True)]
+    assert [one[2:] for one in kernel.launched] == expected
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        {"numbers": (17, 3)},  # no multiple of 16
-        {"numbers": (1, 3)},
-        {"numbers": (2**40, 3)},  # in 64 bits
+        {"strides": (17, 3)},  # no multiple of 16
+        {"strides": (1, 3)},
+        {"strides": (2**40, 3)},  # in 64 bits
         {"offset": 1},  # a pointer that is not aligned
         {"constants": (128, True)},
         {"warps": 8},

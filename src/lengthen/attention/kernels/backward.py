@@ -17,6 +17,7 @@ from lengthen.attention.kernels.tile import (
     LINEAR,
     LISTED,
     LOG2E,
+    SIZES,
     WINDOW,
     below,
     fading,
@@ -88,12 +89,12 @@ def pull_interval(  # type: ignore[no-untyped-def]
     return d_q, along, ahead_along
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=SIZES)  # type: ignore[untyped-decorator]
 def of_queries(  # type: ignore[no-untyped-def]
     q, k, v, out, lse, d_out, d_lse, d_q, sums, shares, d_slopes, spans, notes, slopes, slopes_ahead, table, first,
     last, rates,
-    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, gb, gh, gl, db, dh, dl, table_stride, mask_stride,
-    batch, heads, group, queries, keys, blocks, q_start, size, segment, span_blocks, scale,
+    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, gb, gh, gl, db, dh, dl, group,
+    table_stride, mask_stride, batch, heads, queries, keys, blocks, q_start, size, segment, span_blocks, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SPAN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, SLOPES: tl.constexpr,
     ORDERED: tl.constexpr, LSE: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr,
@@ -246,11 +247,11 @@ def pull_rows(  # type: ignore[no-untyped-def]
     return d_k, d_v
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=SIZES)  # type: ignore[untyped-decorator]
 def of_keys(  # type: ignore[no-untyped-def]
     q, k, v, sums, d_out, shares, d_k, d_v, spans, notes, slopes, slopes_ahead, table, first, last, rates,
-    qb, qh, ql, kb, kh, kl, vb, vh, vl, gb, gh, gl, dkb, dkh, dkl, dvb, dvh, dvl, table_stride, mask_stride,
-    batch, heads, group, queries, keys, blocks, q_start, size, segment, span_blocks, scale,
+    qb, qh, ql, kb, kh, kl, vb, vh, vl, gb, gh, gl, dkb, dkh, dkl, dvb, dvh, dvl, group,
+    table_stride, mask_stride, batch, heads, queries, keys, blocks, q_start, size, segment, span_blocks, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SPAN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, ORDERED: tl.constexpr,
     DECAY: tl.constexpr, PRECISION: tl.constexpr,

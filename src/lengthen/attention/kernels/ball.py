@@ -2,8 +2,8 @@
 
 Any centre will do, so a program takes the mean of a few keys, the same few in every program, and no pass before this
 one is needed. The radius is the largest distance from it, by an atomic maximum of integers, whose order does not
-matter: positive floats compare as their bits do. A distance that is NaN counts as infinite. Heads whose slope is so flat
-that every key is read whatever the ball are passed over.
+matter: positive floats compare as their bits do. A distance that is NaN counts as infinite. Heads whose slope is
+so flat that every key is read, whatever the ball, are passed over.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lengthen.attention.kernels.tile import load
+from lengthen.attention.kernels.tile import SIZES, load
 
 SAMPLE = tl.constexpr(16)  # keys whose mean is the centre
 SLACK = tl.constexpr(1e-4)  # by which norms are widened: more than rounding can hide in them, or in the scores read
 FLAT = tl.constexpr(12.0)  # a bias that falls by less than this over all keys leaves none unread
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=SIZES)  # type: ignore[untyped-decorator]
 def ball(  # type: ignore[no-untyped-def]
     k, centre, notes, slopes, kb, kh, kl, batch, key_heads, heads, keys, per_program,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,

@@ -13,14 +13,14 @@ import triton.language as tl
 
 from lengthen.attention.kernels.ball import SLACK
 from lengthen.attention.kernels.forward import GIVEN, lowest, one_less_exp, reach
-from lengthen.attention.kernels.tile import LINEAR, LOG2E, above, below, interval, load, row_term, scores
+from lengthen.attention.kernels.tile import LINEAR, LOG2E, SIZES, above, below, interval, load, row_term, scores
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=SIZES)  # type: ignore[untyped-decorator]
 def split(  # type: ignore[no-untyped-def]
     q, k, v, parts, units, totals, lows, slopes, slopes_ahead, table, first, last, key_norm,
-    qb, qh, ql, kb, kh, kl, vb, vh, vl, table_stride, mask_stride,
-    key_heads, group, queries, keys, q_start, size, splits, scale, exact,
+    qb, qh, ql, kb, kh, kl, vb, vh, vl, group,
+    table_stride, mask_stride, key_heads, queries, keys, q_start, size, splits, scale, exact,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, REACH: tl.constexpr, SEVERAL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -141,9 +141,9 @@ def tally(odd, seen, weight, values):  # type: ignore[no-untyped-def]
     return odd + tl.where(nan > 0, float("nan"), 0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=SIZES)  # type: ignore[untyped-decorator]
 def join(  # type: ignore[no-untyped-def]
-    parts, units, totals, out, lse, ob, oh, ol, key_heads, group, queries, splits,
+    parts, units, totals, out, lse, ob, oh, ol, group, key_heads, queries, splits,
     DV: tl.constexpr, VALUES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Write a row's output and lse from its shares."""

@@ -18,6 +18,7 @@ from lengthen.attention.kernels.tile import (
     FULL,
     LINEAR,
     LOG2E,
+    SIZES,
     above,
     below,
     fading,
@@ -116,11 +117,11 @@ def reach(top, total, bound, rest, slope, unread_side):  # type: ignore[no-untyp
     return tl.where(place == place, place, float("-inf"))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=SIZES)  # type: ignore[untyped-decorator]
 def forward(  # type: ignore[no-untyped-def]
     q, k, v, out, lse, spans, notes, slopes, slopes_ahead, table, first, last, rates, centre, key_norm,
-    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, table_stride, mask_stride,
-    batch, heads, group, queries, keys, blocks, q_start, size, segment, scale, exact,
+    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, group,
+    table_stride, mask_stride, batch, heads, queries, keys, blocks, q_start, size, segment, scale, exact,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, REACH: tl.constexpr, STEADY: tl.constexpr,
     DECAY: tl.constexpr, PRECISION: tl.constexpr,

@@ -79,15 +79,8 @@ class Call:
     def sizes(self, blocks: int) -> tuple[int, ...]:
         """Return the numbers that every kernel takes, for one that has so many blocks."""
         return (
-            self.batch,
-            self.heads,
-            self.group,
-            self.queries,
-            self.keys,
-            blocks,
-            self.q_start,
-            self.size,
-            self.segment,
+            *(self.table_stride, self.mask_stride, self.batch, self.heads, self.queries, self.keys),
+            *(blocks, self.q_start, self.size, self.segment),
         )
 
     @property
@@ -102,7 +95,7 @@ class Call:
 
     @property
     def steady(self) -> bool:
-        """Whether the unit of weights stays after the near keys, which needs float32's range, and a query among them."""
+        """Whether the unit of weights stays after the near keys: that needs float32's range, and near keys to see."""
         return self.q.dtype != torch.float16 and self.mask not in (FULL, LISTED)
 
     def measures(self, given: bool) -> bool:
@@ -141,18 +134,20 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tens
         _ball(
             (-(-call.keys // BALL_KEYS), call.batch * call.key_heads, 1),
             (k, centre, notes, call.slopes),
-            (*_strides(k), call.batch, call.key_heads, call.heads, call.keys, BALL_KEYS),
+            _strides(k),
+            (call.batch, call.key_heads, call.heads, call.keys, BALL_KEYS),
             (),
             (call.widths[0], call.widths[2], BALL_ROWS, 1 << (call.heads - 1).bit_length()),
             warps=4,
             stages=3,
         )
-    strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(out), call.table_stride, call.mask_stride)
+    strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(out), call.group)
     blocks = spans.shape[3]
     _forward(
         (blocks * call.batch, call.heads, 1),
         (q, k, v, out, lse, spans, notes, *call.biases, centre, q if key_norm is None else key_norm),
-        (*strides, *call.sizes(blocks)),
+        strides,
+        call.sizes(blocks),
         (call.scale, call.exact),
         (
             *(*call.widths, call.rows, shape.keys, call.mask, call.bias, call.two_sided, reach),
@@ -166,7 +161,8 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tens
     _repair(
         (min(REPAIRERS, blocks * call.batch * call.heads), 1, 1),
         (q, k, v, out, lse, notes, *call.biases),
-        (*strides, *call.sizes(blocks)),
+        strides,
+        call.sizes(blocks),
         (call.scale,),
         (*call.widths, REPAIRED, REPAIRED, call.mask, call.bias, call.two_sided, call.rates is not None),
         warps=4,
@@ -185,9 +181,10 @@ def run_decode(call: Call, out: Tensor, lse: Tensor, lows: Tensor, key_norm: Ten
     _split(
         (splits, of_keys, 1),
         (q, k, v, parts, units, totals, lows, *call.biases[:5], q if key_norm is None else key_norm),
+        (*_strides(q), *_strides(k), *_strides(v), call.group),
         (
-            *(*_strides(q), *_strides(k), *_strides(v), call.table_stride, call.mask_stride),
-            *(call.key_heads, call.group, call.queries, call.keys, call.q_start, call.size, splits),
+            *(call.table_stride, call.mask_stride, call.key_heads, call.queries, call.keys, call.q_start, call.size),
+            splits,
         ),
         (call.scale, call.exact),
         (
@@ -200,7 +197,8 @@ def run_decode(call: Call, out: Tensor, lse: Tensor, lows: Tensor, key_norm: Ten
     _join(
         (rows, of_keys, 1),
         (parts, units, totals, out, lse),
-        (*_strides(out), call.key_heads, call.group, call.queries, splits),
+        (*_strides(out), call.group),
+        (call.key_heads, call.queries, splits),
         (),
         (call.widths[1], call.widths[3], 1 << (splits - 1).bit_length()),
         warps=4,
@@ -225,7 +223,6 @@ def run_backward(
     sums, shares = torch.empty_like(lse), torch.empty_like(lse)
     ordered, slopes = call.measures(given), bias and call.bias == LINEAR
     strides = (*_strides(q), *_strides(k), *_strides(v))
-    more = (call.table_stride, call.mask_stride)
 
     shape = call.shape("of_queries")
     blocks = -(-call.queries // shape.queries)
@@ -236,7 +233,8 @@ def run_backward(
             *(q, k, v, out, lse, d_out, lse if d_lse is None else d_lse, d_q, sums, shares, parts, spans, notes),
             *call.biases,
         ),
-        (*strides, *_strides(out), *_strides(d_out), *_strides(d_q), *more, *call.sizes(blocks), spans.shape[3]),
+        (*strides, *_strides(out), *_strides(d_out), *_strides(d_q), call.group),
+        (*call.sizes(blocks), spans.shape[3]),
         (call.scale,),
         (
             *(*call.widths, shape.queries, shape.keys, call.rows, call.mask, call.bias, call.two_sided),
@@ -252,16 +250,8 @@ def run_backward(
     _of_keys(
         (blocks * call.batch * call.key_heads, 1, 1),
         (faded, k, v, sums, d_out, shares, d_k, d_v, spans, notes, *call.biases),
-        (
-            *_strides(faded),
-            *strides[3:],
-            *_strides(d_out),
-            *_strides(d_k),
-            *_strides(d_v),
-            *more,
-            *call.sizes(blocks),
-            spans.shape[3],
-        ),
+        (*_strides(faded), *strides[3:], *_strides(d_out), *_strides(d_k), *_strides(d_v), call.group),
+        (*call.sizes(blocks), spans.shape[3]),
         (call.scale,),
         (
             *(*call.widths, shape.queries, shape.keys, call.rows, call.mask, call.bias, call.two_sided),
@@ -313,10 +303,10 @@ def _of_table(call: Call, sums: Tensor, d_out: Tensor, shares: Tensor) -> tuple[
     _gather(
         (shifts * call.heads * splits, 1, 1),
         (q, k, v, sums, d_out, shares, tiles, *call.biases[2:5]),
+        (*_strides(q), *_strides(k), *_strides(v), *_strides(d_out), call.group),
         (
-            *(*_strides(q), *_strides(k), *_strides(v), *_strides(d_out), call.table_stride, call.mask_stride),
-            *(call.batch, call.heads, call.group, call.queries, call.keys, call.q_start, call.size),
-            *(least, shifts, splits, per_split),
+            *(call.table_stride, call.mask_stride, call.batch, call.heads, call.queries, call.keys),
+            *(call.q_start, call.size, least, shifts, splits, per_split),
         ),
         (call.scale,),
         (*call.widths, side, call.mask, call.precision),
@@ -328,6 +318,7 @@ def _of_table(call: Call, sums: Tensor, d_out: Tensor, shares: Tensor) -> tuple[
     _fold(
         (shifts + 1, call.heads, 1),
         (tiles, both),
+        (),
         (call.heads, shifts, splits, least, ends, ends_ahead),
         (),
         (side, min(side, 32)),

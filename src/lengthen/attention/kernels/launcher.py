@@ -2,7 +2,8 @@
 
 Triton looks at every argument of every launch to find the variant that was compiled for such arguments, which takes
 longer than many of these kernels run. The same few facts decide here: constants, alignment of pointers, and whether a
-number is 1 or a multiple of 16.
+stride is 1 or a multiple of 16. Sizes do not: kernels say so by `do_not_specialize`, so that a length never seen before
+finds everything compiled.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ LARGEST = 2**31 - 1  # a number above it is passed in 64 bits
 
 
 class Launcher:
-    """A kernel whose arguments are tensors, whole numbers, floats and constants, in this order."""
+    """A kernel whose arguments are tensors, strides, sizes, floats and constants, in this order."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -26,7 +27,8 @@ class Launcher:
         self,
         grid: tuple[int, int, int],
         tensors: tuple[Tensor, ...],
-        numbers: tuple[int, ...],
+        strides: tuple[int, ...],
+        sizes: tuple[int, ...],
         floats: tuple[float, ...],
         constants: tuple[Any, ...],
         warps: int,
@@ -39,7 +41,7 @@ class Launcher:
             first.device,
             tuple([t.dtype for t in tensors]),
             tuple([t.data_ptr() % 16 == 0 for t in tensors]),
-            tuple([(n % 16 == 0) + 2 * (n == 1) + 4 * (n > LARGEST) for n in numbers]),
+            tuple([(n % 16 == 0) + 2 * (n == 1) + 4 * (n > LARGEST) for n in strides]),
             constants,
             warps,
             stages,
@@ -47,9 +49,9 @@ class Launcher:
         )
         compiled = self.kept.get(key)
         if compiled is not None:
-            compiled[grid](*tensors, *numbers, *floats, *constants)
+            compiled[grid](*tensors, *strides, *sizes, *floats, *constants)
             return
-        arguments = (*tensors, *numbers, *floats, *constants)
+        arguments = (*tensors, *strides, *sizes, *floats, *constants)
         options = {"num_warps": warps, "maxnreg": registers}
         for fewer in range(stages, 0, -1):  # a smaller GPU may not have the memory to load so far ahead
             try:

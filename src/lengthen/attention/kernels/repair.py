@@ -11,14 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lengthen.attention.kernels.tile import LINEAR, LOG2E, fading, interval, load, row_term, scores, visible
+from lengthen.attention.kernels.tile import LINEAR, LOG2E, SIZES, fading, interval, load, row_term, scores, visible
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=SIZES)  # type: ignore[untyped-decorator]
 def repair(  # type: ignore[no-untyped-def]
     q, k, v, out, lse, notes, slopes, slopes_ahead, table, first, last, rates,
-    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, table_stride, mask_stride,
-    batch, heads, group, queries, keys, blocks, q_start, size, segment, scale,
+    qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, group,
+    table_stride, mask_stride, batch, heads, queries, keys, blocks, q_start, size, segment, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip

@@ -10,14 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lengthen.attention.kernels.tile import LISTED, LOG2E, TABLE, interval, load, scores
+from lengthen.attention.kernels.tile import LISTED, LOG2E, SIZES, TABLE, interval, load, scores
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=SIZES)  # type: ignore[untyped-decorator]
 def gather(  # type: ignore[no-untyped-def]
     q, k, v, sums, d_out, shares, tiles, table, first, last,
-    qb, qh, ql, kb, kh, kl, vb, vh, vl, gb, gh, gl, table_stride, mask_stride,
-    batch, heads, group, queries, keys, q_start, size, least, shifts, splits, per_split, scale,
+    qb, qh, ql, kb, kh, kl, vb, vh, vl, gb, gh, gl, group,
+    table_stride, mask_stride, batch, heads, queries, keys, q_start, size, least, shifts, splits, per_split, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, SIDE: tl.constexpr,
     MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +66,7 @@ def gather(  # type: ignore[no-untyped-def]
     tl.store(place + one[:, None] * SIDE + one[None, :], acc)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=SIZES)  # type: ignore[untyped-decorator]
 def fold(tiles, d_table, heads, shifts, splits, least, ends, ends_ahead, SIDE: tl.constexpr, PART: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sum tiles along their diagonals, SIDE distances a program: `[heads, ends_ahead − 1 + ends]`."""
     shift, h = tl.program_id(0) - 1, tl.program_id(1)

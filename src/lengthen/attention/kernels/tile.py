@@ -18,6 +18,12 @@ LINEAR, TABLE = tl.constexpr(codes.LINEAR), tl.constexpr(codes.TABLE)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
+# Numbers of a call that no kernel is compiled again for.
+SIZES = (
+    *("table_stride", "mask_stride", "batch", "heads", "key_heads", "queries", "keys", "blocks", "span_blocks"),
+    *("q_start", "size", "segment", "per_program", "splits", "per_split", "least", "shifts", "ends", "ends_ahead"),
+)
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def interval(row, position, first, last, keys, size, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -65,7 +71,7 @@ def scores(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def is_seen(key, first, last, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return whether a query sees a key; with nothing hidden behind it, only the last is asked for."""
-    if MASK == CAUSAL or MASK == FULL:
+    if MASK == CAUSAL or MASK == FULL:  # noqa: SIM109 (Triton knows no `in`)
         return key <= last
     return (key >= first) & (key <= last)
 
