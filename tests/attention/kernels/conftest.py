@@ -59,8 +59,10 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(shapes, "SHORT", 0)
     for key in shapes.SHAPES:
         monkeypatch.setitem(shapes.SHAPES, key, SMALL[key[0]])
-    for name, keys in (("NEAR", 16), ("AGAIN", 48)):
-        monkeypatch.setattr(forward, name, type(forward.NEAR)(keys))  # a constexpr of Triton's
+    ball = importlib.import_module("lengthen.attention.kernels.ball")
+    constant = type(forward.AGAIN)  # Triton's constexpr
+    monkeypatch.setattr(forward, "AGAIN", constant(48))
+    monkeypatch.setattr(ball, "FLAT", constant(0.0))
     with np.errstate(all="ignore"):  # the interpreter computes in NumPy, which warns of ∞ and NaN; a GPU does not
         yield
 

@@ -15,7 +15,7 @@ from lengthen.attention.kernels.tile import SIZES, load
 
 SAMPLE = tl.constexpr(16)  # keys whose mean is the centre
 SLACK = tl.constexpr(1e-4)  # by which norms are widened: more than rounding can hide in them, or in the scores read
-FLAT = tl.constexpr(12.0)  # a bias that falls by less than this over all keys leaves none unread
+FLAT = tl.constexpr(20.0)  # a bias that falls by less than this over all keys leaves none unread
 
 
 @triton.jit(do_not_specialize=SIZES)  # type: ignore[untyped-decorator]

@@ -29,8 +29,8 @@ from lengthen.attention.kernels.tile import (
     visible,
 )
 
-NEAR = tl.constexpr(64)  # keys beside the diagonal that are read before reach is asked for the first time,
-AGAIN = tl.constexpr(1024)  # and before it is asked once more
+AGAIN = tl.constexpr(1024)  # keys that are read before reach is asked once more
+HIGHEST, WHOLE, STAYING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # the score whose weight is 1
 LOST = tl.constexpr(2.0**-90)  # how small a sum of weights is not trusted
 
 NO_REACH, MEASURED, GIVEN = (
@@ -44,12 +44,12 @@ NO_REACH, MEASURED, GIVEN = (
 def absorb(  # type: ignore[no-untyped-def]
     acc, total, top, q, k, v, kl, vl, lo, hi, keys, position, begin, end, scale, slope, ahead, table, here,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr, MASK: tl.constexpr,
-    BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, MASKED: tl.constexpr, STEADY: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Read the keys [lo, hi) into a running softmax: Σ weight·v, Σ weight, and the score whose weight is 1.
 
-    That score is the highest so far, or where STEADY the one it was: nothing then has to be searched or rescaled. It is
-    a whole number, so that weights are rounded alike whatever it is, and whatever else was read.
+    UNIT says which score that is. HIGHEST: the highest so far. WHOLE: the whole number above it, so that weights are
+    rounded alike whatever else was read. STAYING: the one it was; nothing then has to be searched or rescaled.
     """
     for start in tl.range(lo, hi, N):
         start = tl.multiple_of(start, N)
@@ -64,11 +64,14 @@ def absorb(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         up_to = row_term(start, here, slope, BIAS, TWO_SIDED)
         values = load(base_v, tl.arange(0, N), vl, DV, keys - start, VALUES, MASKED)
-        if STEADY:
+        if UNIT == STAYING:
             weight = tl.exp2(score - (top - up_to)[:, None])
             total += tl.sum(weight, 1)
         else:
-            highest = tl.maximum(top, tl.ceil(tl.max(score, 1) + up_to))
+            highest = tl.max(score, 1) + up_to
+            if UNIT == WHOLE:
+                highest = tl.ceil(highest)
+            highest = tl.maximum(top, highest)
             unit = tl.where(highest == float("-inf"), 0.0, highest)
             weight = tl.exp2(score - (unit - up_to)[:, None])
             fade = tl.exp2(top - unit)
@@ -84,23 +87,24 @@ def absorb_interval(  # type: ignore[no-untyped-def]
     acc, total, top, q, k, v, kl, vl, lo, hi, full_lo, full_hi, keys, position, begin, end, scale, slope, ahead, table,
     here,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr, MASK: tl.constexpr,
-    BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, STEADY: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Read the keys [lo, hi), with a mask only outside [full_lo, full_hi), where not every query sees them."""
     acc, total, top = absorb(
         acc, total, top, q, k, v, kl, vl, tl.maximum(lo, full_hi), hi, keys, position, begin, end,
-        scale, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, False, PRECISION,
+        scale, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, NEAR, PRECISION,
     )  # fmt: skip
-    if STEADY:
+    if FAR == STAYING:
         top = tl.where(top == float("-inf"), 0.0, top)
     acc, total, top = absorb(
         acc, total, top, q, k, v, kl, vl, tl.maximum(lo, full_lo), tl.minimum(hi, full_hi), keys, position, begin, end,
-        scale, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, False, STEADY, PRECISION,
+        scale, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, False, FAR, PRECISION,
     )  # fmt: skip
     if MASK != CAUSAL and MASK != FULL:
         acc, total, top = absorb(
             acc, total, top, q, k, v, kl, vl, lo, tl.minimum(hi, full_lo), keys, position, begin, end,
-            scale, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, STEADY, PRECISION,
+            scale, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, FAR, PRECISION,
         )  # fmt: skip
     return acc, total, top
 
@@ -131,7 +135,9 @@ def forward(  # type: ignore[no-untyped-def]
     far = radius + batch * (heads // group)
     odd = far + 2 * batch * heads
     order = odd + 1
-    tl.static_assert(NEAR % N == 0 and AGAIN % N == 0, "reach asks at whole blocks of keys")
+    NEAR: tl.constexpr = HIGHEST if STEADY else WHOLE
+    FAR: tl.constexpr = STAYING if STEADY else WHOLE
+    tl.static_assert(AGAIN % N == 0, "reach asks at whole blocks of keys")
     block = blocks - 1 - tl.program_id(0) % blocks
     b = tl.program_id(0) // blocks
     h = heads - 1 - tl.program_id(1)
@@ -182,20 +188,20 @@ def forward(  # type: ignore[no-untyped-def]
             faded = (queries_here * fading(rates, h, position - segment_lo, D, WIDTH)).to(queries_here.dtype)
             acc, total, top = absorb_interval(
                 acc, total, top, faded, k, v, kl, vl, start, until, full_lo, full_hi, keys, position, begin, end,
-                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, STEADY, PRECISION,
+                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, NEAR, FAR, PRECISION,
             )  # fmt: skip
             until = start
     elif REACH == NO_REACH:
         acc, total, top = absorb_interval(
             acc, total, top, queries_here, k, v, kl, vl, lo, hi, full_lo, full_hi, keys, position, begin, end,
-            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, STEADY, PRECISION,
+            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, NEAR, FAR, PRECISION,
         )  # fmt: skip
     elif TWO_SIDED:
         near_lo = tl.minimum(tl.maximum(below(tl.maximum(here, 0), N), lo), above(hi, N))
         near_hi = tl.maximum(tl.minimum(here + M, hi), near_lo)
         acc, total, top = absorb(
             acc, total, top, queries_here, k, v, kl, vl, near_lo, near_hi, keys, position, begin, end,
-            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, False, PRECISION,
+            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, NEAR, PRECISION,
         )  # fmt: skip
         near_hi = tl.minimum(above(near_hi, N), above(hi, N))
         behind = bound - tl.log2(one_less_exp(slope))
@@ -206,7 +212,7 @@ def forward(  # type: ignore[no-untyped-def]
             start = tl.maximum(low, near_lo - AGAIN)
             acc, total, top = absorb(
                 acc, total, top, queries_here, k, v, kl, vl, start, near_lo, keys, position, begin, end, scale2,
-                slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, False, PRECISION,
+                slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, NEAR, PRECISION,
             )  # fmt: skip
             near_lo = start
         onward = bound - tl.log2(one_less_exp(ahead))
@@ -217,17 +223,17 @@ def forward(  # type: ignore[no-untyped-def]
             stop = tl.minimum(high, near_hi + AGAIN)
             acc, total, top = absorb(
                 acc, total, top, queries_here, k, v, kl, vl, near_hi, stop, keys, position, begin, end, scale2,
-                slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, False, PRECISION,
+                slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, NEAR, PRECISION,
             )  # fmt: skip
             near_hi = tl.maximum(above(stop, N), near_hi)
         lo, hi = near_lo, tl.minimum(near_hi, hi)
     else:
-        start = tl.maximum(full_hi - NEAR, full_lo)  # a few keys more before it asks: the nearest say most
+        start = full_hi
         acc, total, top = absorb(
             acc, total, top, queries_here, k, v, kl, vl, start, hi, keys, position, begin, end,
-            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, False, PRECISION,
+            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, NEAR, PRECISION,
         )  # fmt: skip
-        if STEADY:
+        if FAR == STAYING:
             top = tl.where(top == float("-inf"), 0.0, top)
         behind = bound - tl.log2(one_less_exp(slope))
         low, more = lo, AGAIN + 0
@@ -238,7 +244,7 @@ def forward(  # type: ignore[no-untyped-def]
             start = tl.maximum(tl.maximum(low, full_lo), since - more)
             acc, total, top = absorb(
                 acc, total, top, queries_here, k, v, kl, vl, start, since, keys, position, begin, end, scale2,
-                slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, False, STEADY, PRECISION,
+                slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, False, FAR, PRECISION,
             )  # fmt: skip
             more = keys
         if MASK != CAUSAL:
@@ -247,7 +253,7 @@ def forward(  # type: ignore[no-untyped-def]
                 low = tl.maximum(low, lowest(place, here, lo, start, N))
             acc, total, top = absorb(
                 acc, total, top, queries_here, k, v, kl, vl, low, start, keys, position, begin, end, scale2,
-                slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, STEADY, PRECISION,
+                slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, FAR, PRECISION,
             )  # fmt: skip
         lo = tl.minimum(low, start)
 

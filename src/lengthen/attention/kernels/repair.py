@@ -13,6 +13,8 @@ import triton.language as tl
 
 from lengthen.attention.kernels.tile import LINEAR, LOG2E, SIZES, fading, interval, load, row_term, scores, visible
 
+VANISHED = tl.constexpr(-150.0)  # the logarithm of a weight that float32 rounds to 0; a GPU may do so sooner
+
 
 @triton.jit(do_not_specialize=SIZES)  # type: ignore[untyped-decorator]
 def repair(  # type: ignore[no-untyped-def]
@@ -91,7 +93,8 @@ def repair(  # type: ignore[no-untyped-def]
             finite = tl.dot(weight, tl.where(usual, values, 0.0), finite, input_precision="ieee")
             is_nan, is_infinite = (values != values).to(tl.float32), (tl.abs(values) == float("inf")).to(tl.float32)
             nan = tl.dot(seen.to(tl.float32), is_nan, nan, input_precision="ieee")
-            nan = tl.dot((seen & (weight == 0)).to(tl.float32), is_infinite, nan, input_precision="ieee")
+            vanished = seen & (score - log_sum[:, None] <= VANISHED)  # 0·∞
+            nan = tl.dot(vanished.to(tl.float32), is_infinite, nan, input_precision="ieee")
             plus = tl.dot(seen.to(tl.float32), (values == float("inf")).to(tl.float32), plus, input_precision="ieee")
             minus = tl.dot(seen.to(tl.float32), (values == float("-inf")).to(tl.float32), minus, input_precision="ieee")
         finite = tl.where(plus > 0, float("inf"), finite)
