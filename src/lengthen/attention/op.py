@@ -137,8 +137,10 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     settled = check_call(q, k, v, bias, decay, mask, scale, q_start, tolerance, key_norm)
     call = (q, k, v, bias, decay, mask, settled.scale, settled.q_start)
-    if backend is None and q.device.type == "cuda":
+    if backend is None and q.is_cuda:
         backend = _on_gpu(q, k, v, bias, decay, mask, settled.q_start, return_lse)
+        if backend == "triton":
+            return kernels.attention(*call, settled.tolerance, key_norm)
     elif backend is not None and backend not in BACKENDS:
         near = difflib.get_close_matches(str(backend), BACKENDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lengthen.attention.biases import Bias, Decay, Linear, Table
 from lengthen.attention.kernels import codes, shapes
-from lengthen.attention.kernels.ops import attend, decode
+from lengthen.attention.kernels.ops import attend, decode, run_attend, run_decode, unwatched
 from lengthen.attention.masks import Bidirectional, Blockwise, Causal, Mask, Window
 from lengthen.attention.native import LEAST_POWER
 
@@ -107,10 +107,12 @@ def attention(
     if not torch.compiler.is_compiling() and getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
         raise RuntimeError("lengthen.attention: the kernels have no forward-mode derivative; backend='reference' has")
     arguments = _arguments(q, k, v, bias, decay, mask, scale, q_start, tolerance, key_norm)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:5]):
+        return attend(*arguments)[:2]  # type: ignore[no-any-return]
     few = decay is None and shapes.few(q.shape[2], q.shape[1] // k.shape[1])
-    if few and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:5])):
-        return decode(*arguments)[:2]  # type: ignore[no-any-return]
-    return attend(*arguments)[:2]  # type: ignore[no-any-return]
+    if unwatched(q, k, v):
+        return (run_decode if few else run_attend)(*arguments)[:2]
+    return (decode if few else attend)(*arguments)[:2]  # type: ignore[no-any-return]
 
 
 def decode_spans(q: Tensor, k: Tensor, v: Tensor, bias: Bias | None = None, key_norm: Tensor | None = None) -> Tensor:
