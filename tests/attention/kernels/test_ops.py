@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lengthen
 from lengthen import Bidirectional, Causal, Decay, Linear, Table, Window
@@ -106,6 +107,25 @@ def test_vmap_calls_it_for_each(qkv: Callable[..., Call]) -> None:
 
     several = torch.randn(2, 1, 1, 10, 16)
     assert torch.equal(torch.func.vmap(layer)(several), torch.stack([layer(q) for q in several]))
+
+
+def test_a_mode_of_torch_s_sees_the_op(qkv: Callable[..., Call]) -> None:
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **kwargs or {})
+
+    few, many = qkv(1, 1, 1, 16, keys=20), qkv(1, 1, 20, 16)
+    with Mode():
+        watched = [lengthen.attention(**call, backend="triton") for call in (few, many)]
+    assert [name for name in seen if name.startswith("lengthen")] == [
+        "lengthen.decode.default",
+        "lengthen.attend.default",
+    ]
+    for out, call in zip(watched, (few, many), strict=True):
+        assert torch.equal(out, lengthen.attention(**call, backend="triton"))
 
 
 def test_forward_derivatives_are_refused(qkv: Callable[..., Call]) -> None:
