@@ -1,5 +1,6 @@
 """On a GPU the chunked backend is the reference too, and its gradients repeat."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,9 +18,12 @@ CASES = ("none", "alibi", "both sides", "table", "decay", "padded", "blockwise")
 
 
 @pytest.fixture(autouse=True)
-def exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def exact_float32() -> Iterator[None]:
     """Compare with float32 products, not with TF32 ones."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    matmul: Any = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, False
+    yield
+    matmul.allow_tf32 = before
 
 
 def make(case: str, dtype: torch.dtype, length: int = 700) -> dict[str, Any]:
@@ -64,7 +68,11 @@ def test_low_precision_inputs_cost_one_rounding(dtype: torch.dtype, backend: str
     wide = {name: x.double() if isinstance(x, Tensor) else x for name, x in call.items()}
     expected = lengthen.attention(**wide, backend="reference")
     assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), expected, rtol=1.01 * torch.finfo(dtype).eps / 2, atol=1e-5)
+    rounding = 1.01 * torch.finfo(dtype).eps / 2
+    allowed = rounding * expected.abs() + 1e-5
+    if backend is None:  # the kernels round weights as well
+        allowed += rounding * lengthen.attention(**wide | {"v": wide["v"].abs()}, backend="reference")
+    assert bool(((out.double() - expected).abs() <= allowed).all())
 
 
 def test_autocast_changes_nothing(gradients: Any) -> None:

@@ -14,7 +14,7 @@ from lengthen.attention.kernels.launcher import Launcher
 from lengthen.attention.kernels.shapes import Shape
 
 LOG2E = math.log2(math.e)
-BALL_ROWS, BALL_KEYS = 128, 256  # keys that a program of the pass over them loads at once, and takes in all
+BALL_ROWS, BALL_KEYS = 64, 256  # keys that a program of the pass over them loads at once, and takes in all
 REPAIRED, REPAIRERS = 32, 264  # rows of the repair's blocks, and its programs, which mostly end at once
 SPLITS, DECODERS = 64, 2048  # of decoding: shares of a head's keys at most, and programs in all
 PROGRAMS = 1024  # of the pass for a table's gradient: enough to fill a GPU

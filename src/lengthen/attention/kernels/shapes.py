@@ -37,7 +37,7 @@ SHAPES = {
     ("decode", 64, 4): Shape(16, 32, 4, 2),
     ("decode", 128, 4): Shape(16, 32, 4, 2),
     ("decode", 256, 4): Shape(16, 16, 4, 1),
-    ("forward", 64, 2): Shape(64, 64, 4, 2, 128),
+    ("forward", 64, 2): Shape(64, 64, 4, 3, 128),
     ("forward", 128, 2): Shape(64, 32, 4, 3, 168),
     ("forward", 256, 2): Shape(64, 32, 8, 2),
     ("of_queries", 64, 2): Shape(64, 64, 4, 3),
