@@ -87,13 +87,19 @@ class Table:
 
     `values[h, d]` is for keys d positions behind the query. `ahead[h, d]` is for keys d positions ahead of it; None
     uses `values` on both sides. A distance past the end of a table is refused by the call, never clamped.
+
+    `level` is a distance from which on all of `values` are one and the same number, where the maker knows one, as T5
+    does. The GPU kernels then look far keys' bias up once, and give the sum of those values' gradients to the first.
     """
 
     values: Tensor
     ahead: Tensor | None = None
+    level: int | None = None
 
     def __post_init__(self) -> None:
         wide_tensor("Table.values", self.values, (2,))
+        if self.level is not None:
+            whole_number("Table.level", self.level, at_least=1)
         if self.ahead is not None:
             wide_tensor("Table.ahead", self.ahead, (2,))
             if self.ahead.shape[0] != self.values.shape[0]:
@@ -113,7 +119,7 @@ class Table:
 
     def of(self, heads: slice) -> Table:
         """Return the bias of some of the heads."""
-        return Table(self.values[heads], None if self.ahead is None else self.ahead[heads])
+        return Table(self.values[heads], None if self.ahead is None else self.ahead[heads], self.level)
 
     def at(self, distance: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the bias at integer distances i − j, `[heads, *distance.shape]`."""

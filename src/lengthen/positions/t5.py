@@ -68,9 +68,9 @@ class T5(PositionMethod):
         length = whole_number("max_distance", max_distance, at_least=0) + 1
         rows = widen(self.weight)
         if not self.bidirectional:
-            return Table(spread(rows, self.starts, length))
+            return Table(spread(rows, self.starts, length), level=self.starts[-1])
         behind, ahead = rows.chunk(2)
-        return Table(spread(behind, self.starts, length), spread(ahead, self.starts, length))
+        return Table(spread(behind, self.starts, length), spread(ahead, self.starts, length), self.starts[-1])
 
 
 def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:

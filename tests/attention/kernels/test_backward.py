@@ -188,3 +188,31 @@ def test_a_second_derivative_is_refused(qkv: Callable[..., Call]) -> None:
     (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match=r"differentia|derivative"):
         grad.square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("mask", "level"),
+    [("causal", 1), ("causal", 32), ("causal", 200), ("window", 13), ("blockwise", 32), ("causal padded", 20)],
+)
+def test_a_table_may_be_level_from_some_distance_on(
+    mask: str, level: int, qkv: Callable[..., Call], mask_of: Callable[..., Any]
+) -> None:
+    call = qkv(2, 4, 110, 16, key_heads=2) | {"mask": mask_of(mask, 110)}
+    rows = torch.randn(4, min(level, 109) + 1)
+    d_out, d_lse = torch.randn(2, 4, 110, 16), torch.randn(2, 4, 110)
+
+    def results(backend: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        leaves = {name: call[name].to(dtype).requires_grad_() for name in "qkv"}
+        leaves["rows"] = rows.detach().to(dtype).requires_grad_()
+        last = leaves["rows"][:, -1:].expand(-1, 110 - rows.shape[1])
+        bias = Table(torch.cat((leaves["rows"], last), dim=1), level=level)
+        out, lse = lengthen.attention(**call | leaves_of(leaves), bias=bias, backend=backend, return_lse=True)
+        loss = (out * d_out).sum() + (lse.where(lse.isfinite(), 0) * d_lse).sum()
+        return {"out": out, "lse": lse} | dict(zip(leaves, torch.autograd.grad(loss, leaves.values()), strict=True))
+
+    def leaves_of(leaves: dict[str, Tensor]) -> Call:
+        return {name: leaves[name] for name in "qkv"}
+
+    expected = results("reference", torch.float64)
+    for name, got in results("triton", torch.float32).items():
+        torch.testing.assert_close(got.double(), expected[name], rtol=1e-4, atol=1e-4, msg=name)

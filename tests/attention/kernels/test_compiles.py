@@ -82,7 +82,7 @@ BRANCHES: dict[str, dict[str, dict[str, set[Any]]]] = {
     },
     "backward": {
         "of_queries": PLAIN | {"SLOPES": EITHER, "ORDERED": EITHER, "LSE": EITHER, "DECAY": EITHER},
-        "of_keys": PLAIN | {"ORDERED": EITHER, "DECAY": EITHER},
+        "of_keys": PLAIN | {"ORDERED": EITHER, "DECAY": EITHER, "FILLED": EITHER},
         "gather": {"MASK": {3, 4}},
         "fold": {},
     },

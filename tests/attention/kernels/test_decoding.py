@@ -67,7 +67,7 @@ def read(
     q_start = k.shape[2] - q.shape[2] if q_start is None else q_start
     scale = call.get("scale", 1 / math.sqrt(q.shape[3]))
     norm = call.get("key_norm") if norm is None else norm
-    numbers = (mask, size, isinstance(bias, Linear), False, scale, q_start, tolerance, 0)
+    numbers = (mask, size, isinstance(bias, Linear), False, scale, q_start, tolerance, 0, -1)
     return list(decode(q, k, v, slopes, None, None, None, None, norm, *numbers)[2])
 
 
@@ -506,7 +506,7 @@ def test_gradients_of_few_queries_are_right(
 def test_the_op_itself_refuses_a_gradient(qkv: Callable[..., Call]) -> None:
     call = qkv(1, 1, 1, 16, keys=20)
     q, k, v = (call[name].requires_grad_() for name in "qkv")
-    numbers = (0, 0, False, False, 0.25, 19, 0.0, 0)
+    numbers = (0, 0, False, False, 0.25, 19, 0.0, 0, -1)
     out = decode(q, k, v, *[None] * 6, *numbers)[0]
     with pytest.raises(RuntimeError, match="lengthen::decode: expected inputs that need no gradient"):
         out.sum().backward()
@@ -518,7 +518,7 @@ def test_torch_finds_nothing_wrong_with_the_op(case: str, qkv: Callable[..., Cal
     q, k, v = (call[name] for name in "qkv")
     slopes, values, norm = torch.tensor([1.0, 0.2]), torch.randn(2, 30), norms(k)
     listed = [x.to(torch.int32) for x in Causal().padded(torch.tensor([3])).interval(3, 24, 21, q.device)]
-    numbers = (0.25, 21, 1e-4, 0)
+    numbers = (0.25, 21, 1e-4, 0, -1)
     more: tuple[Any, ...] = {
         "plain": (*[None] * 6, 0, 0, False, False),
         "norm given": (slopes, *[None] * 4, norm, 1, 8, True, False),

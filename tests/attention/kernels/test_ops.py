@@ -34,7 +34,7 @@ def op_args(case: str, qkv: Callable[..., Call]) -> tuple[Any, ...]:
     values = torch.randn(2, 30, requires_grad=True)
     listed = [x.to(torch.int32) for x in Causal().padded(torch.tensor([3])).interval(20, 24, 4, q.device)]
     none = (None, None)
-    numbers = (0.25, 4, 1e-4, 0)
+    numbers = (0.25, 4, 1e-4, 0, -1)
     return {
         "both sides": (q, k, v, slopes, ahead, *none, None, None, 3, 0, True, True, *numbers),
         "norm given": (q, k, v, slopes.detach(), None, *none, None, norm, 1, 8, True, False, *numbers),

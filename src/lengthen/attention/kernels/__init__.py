@@ -172,13 +172,16 @@ def _arguments(
         first, last = (x.to(torch.int32).contiguous() for x in mask.interval(q.shape[2], k.shape[2], q_start, q.device))
     two_sided = isinstance(mask, Bidirectional)
     linear = isinstance(bias, Linear)
+    level = -1  # a table has none, or it is farther than any key
+    if isinstance(bias, Table) and bias.level is not None and not two_sided and bias.level < bias.values.shape[1]:
+        level = bias.level
     rates, segment = None, 0
     if decay is not None:
         segment = _segment(decay, q.dtype)
         k, v, rates = _scaled(q, k, v, decay, segment)
     return (
         *(q, k, v, behind, ahead, first, last, rates, key_norm),
-        *(kind, size, linear, two_sided, scale, q_start, tolerance, segment),
+        *(kind, size, linear, two_sided, scale, q_start, tolerance, segment, level),
     )
 
 

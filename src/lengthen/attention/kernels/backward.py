@@ -14,12 +14,15 @@ from lengthen.attention.kernels.tile import (
     BLOCKWISE,
     CAUSAL,
     FULL,
+    LEVEL,
     LINEAR,
     LISTED,
     LOG2E,
+    NONE,
     SIZES,
     WINDOW,
     below,
+    beyond,
     fading,
     interval,
     load,
@@ -39,7 +42,8 @@ def pull_queries(  # type: ignore[no-untyped-def]
     BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, MASKED: tl.constexpr, SLOPES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys [lo, hi) give to the gradient of a block of queries, and to that of its slope."""
-    for start in tl.range(lo, hi, N):
+    STAGES: tl.constexpr = 1 if BIAS == LEVEL else None
+    for start in tl.range(lo, hi, N, num_stages=STAGES):
         start = tl.multiple_of(start, N)
         key = start + tl.arange(0, N)
         base_k, base_v = k + start.to(tl.int64) * kl, v + start.to(tl.int64) * vl
@@ -47,10 +51,10 @@ def pull_queries(  # type: ignore[no-untyped-def]
         values = load(base_v, tl.arange(0, N), vl, DV, keys - start, VALUES, MASKED)
         product = tl.dot(q, tl.trans(keys_here), input_precision=PRECISION)
         score = scores(
-            product, position[:, None], key[None, :], begin[:, None], end[:, None], scale, slope, ahead, table, here,
-            MASKED, MASK, BIAS, TWO_SIDED,
+            product, position[:, None], key[None, :], begin[:, None], end[:, None], scale, slope, ahead, table,
+            here if TWO_SIDED else start, MASKED, MASK, BIAS, TWO_SIDED,
         )  # fmt: skip
-        weight = tl.exp2(score - log_sum[:, None])
+        weight = tl.exp2(score - (log_sum - row_term(start, here, slope, BIAS, TWO_SIDED))[:, None])
         d_weight = tl.dot(d_out, tl.trans(values), input_precision=PRECISION)
         d_score = weight * (d_weight - share[:, None])
         if SLOPES:
@@ -65,7 +69,7 @@ def pull_queries(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def pull_interval(  # type: ignore[no-untyped-def]
     d_q, along, ahead_along, q, d_out, k, v, kl, vl, lo, hi, full_lo, full_hi, keys, log_sum, share, position, begin,
-    end, scale, slope, ahead, table, here,
+    end, scale, slope, ahead, table, here, level,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr, MASK: tl.constexpr,
     BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, SLOPES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -75,8 +79,17 @@ def pull_interval(  # type: ignore[no-untyped-def]
         begin, end, scale, slope, ahead, table, here,
         D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, SLOPES, PRECISION,
     )  # fmt: skip
+    inner_lo, inner_hi = tl.maximum(lo, full_lo), tl.minimum(hi, full_hi)
+    if BIAS == LEVEL:  # keys that every query sees from afar all have the same bias
+        uneven = tl.maximum(inner_lo, tl.minimum(below(tl.maximum(here - level + 1, 0), N), inner_hi))
+        d_q, along, ahead_along = pull_queries(
+            d_q, along, ahead_along, q, d_out, k, v, kl, vl, inner_lo, uneven, keys,
+            log_sum - beyond(table, level, BIAS), share, position, begin, end, scale, slope, ahead, table, here,
+            D, DV, WIDTH, VALUES, N, MASK, NONE, TWO_SIDED, False, SLOPES, PRECISION,
+        )  # fmt: skip
+        inner_lo = uneven
     d_q, along, ahead_along = pull_queries(
-        d_q, along, ahead_along, q, d_out, k, v, kl, vl, tl.maximum(lo, full_lo), tl.minimum(hi, full_hi), keys,
+        d_q, along, ahead_along, q, d_out, k, v, kl, vl, inner_lo, inner_hi, keys,
         log_sum, share, position, begin, end, scale, slope, ahead, table, here,
         D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, False, SLOPES, PRECISION,
     )  # fmt: skip
@@ -94,7 +107,7 @@ def of_queries(  # type: ignore[no-untyped-def]
     q, k, v, out, lse, d_out, d_lse, d_q, sums, shares, d_slopes, spans, notes, slopes, slopes_ahead, table, first,
     last, rates,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, gb, gh, gl, db, dh, dl, group,
-    table_stride, mask_stride, batch, heads, queries, keys, blocks, q_start, size, segment, span_blocks, scale,
+    table_stride, mask_stride, batch, heads, queries, keys, blocks, q_start, size, segment, level, span_blocks, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SPAN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, SLOPES: tl.constexpr,
     ORDERED: tl.constexpr, LSE: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr,
@@ -163,7 +176,7 @@ def of_queries(  # type: ignore[no-untyped-def]
             part = tl.zeros([M, WIDTH], tl.float32)
             part, along, onward = pull_interval(
                 part, along, onward, faded, d_out_here, k, v, kl, vl, start, until, full_lo, full_hi, keys, log_sum,
-                share, position, begin, end, scale2, slope, ahead, table, here,
+                share, position, begin, end, scale2, slope, ahead, table, here, level,
                 D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, SLOPES, PRECISION,
             )  # fmt: skip
             acc += part * factor
@@ -171,7 +184,7 @@ def of_queries(  # type: ignore[no-untyped-def]
     else:
         acc, along, onward = pull_interval(
             acc, along, onward, queries_here, d_out_here, k, v, kl, vl, lo, hi, full_lo, full_hi, keys, log_sum,
-            share, position, begin, end, scale2, slope, ahead, table, here,
+            share, position, begin, end, scale2, slope, ahead, table, here, level,
             D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, SLOPES, PRECISION,
         )  # fmt: skip
 
@@ -188,20 +201,25 @@ def of_queries(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def pull_keys(  # type: ignore[no-untyped-def]
     d_k, d_v, k, v, q, d_out, ql, gl, sums, shares, first, last, from_block, to_block, queries, keys,
-    q_start, size, key, key_lo, scale, slope, ahead, table,
+    q_start, size, key, key_lo, scale, slope, ahead, table, even,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr,
-    MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, MASKED: tl.constexpr, FILLED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what blocks of queries give to the gradients of a block of keys and values."""
-    for block in tl.range(from_block, to_block):
+    STAGES: tl.constexpr = 1 if BIAS == LEVEL else None
+    for block in tl.range(from_block, to_block, num_stages=STAGES):
         start = block * M
-        row = tl.minimum(start + tl.arange(0, M), queries - 1)
+        row = start + tl.arange(0, M)
+        if not FILLED:
+            row = tl.minimum(row, queries - 1)
         position = row + q_start
         local = row - start
         base_q, base_g = q + start.to(tl.int64) * ql, d_out + start.to(tl.int64) * gl
         queries_here = load(base_q, local, ql, D, queries, WIDTH, False)
-        log_sum = tl.load(sums + row) + row_term(position, key_lo, slope, BIAS, TWO_SIDED)
-        log_sum = tl.where(start + tl.arange(0, M) < queries, log_sum, float("inf"))  # no weight past the end
+        log_sum = tl.load(sums + row) + row_term(position, key_lo, slope, BIAS, TWO_SIDED) - even
+        if not FILLED:
+            log_sum = tl.where(start + tl.arange(0, M) < queries, log_sum, float("inf"))  # no weight past the end
         begin, end = position, position
         if MASKED:
             begin, end = interval(row, position, first, last, keys, size, MASK)
@@ -223,26 +241,36 @@ def pull_keys(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def pull_rows(  # type: ignore[no-untyped-def]
     d_k, d_v, k, v, q, d_out, ql, gl, sums, shares, first, last, from_block, to_block, full_from, full_to, queries,
-    keys, q_start, size, key, key_lo, scale, slope, ahead, table,
+    keys, q_start, size, key, key_lo, scale, slope, ahead, table, level,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr,
-    MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, FILLED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what blocks of queries give, with a mask only outside [full_from, full_to), where not every key is seen."""
     d_k, d_v = pull_keys(
         d_k, d_v, k, v, q, d_out, ql, gl, sums, shares, first, last, from_block, tl.minimum(full_from, to_block),
-        queries, keys, q_start, size, key, key_lo, scale, slope, ahead, table,
-        D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, True, PRECISION,
+        queries, keys, q_start, size, key, key_lo, scale, slope, ahead, table, 0.0,
+        D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, True, FILLED, PRECISION,
     )  # fmt: skip
+    inner_from, inner_to = tl.maximum(full_from, from_block), tl.minimum(full_to, to_block)
+    if BIAS == LEVEL:  # queries that see every key from afar all have the same bias
+        afar = (tl.maximum(tl.minimum(key_lo + k.shape[0], keys) - 1 + level - q_start, 0) + (M - 1)) // M
+        afar = tl.maximum(inner_from, tl.minimum(afar, inner_to))
+        d_k, d_v = pull_keys(
+            d_k, d_v, k, v, q, d_out, ql, gl, sums, shares, first, last, afar, inner_to, queries, keys, q_start, size,
+            key, key_lo, scale, slope, ahead, table, beyond(table, level, BIAS),
+            D, DV, WIDTH, VALUES, M, MASK, NONE, TWO_SIDED, False, FILLED, PRECISION,
+        )  # fmt: skip
+        inner_to = afar
     d_k, d_v = pull_keys(
-        d_k, d_v, k, v, q, d_out, ql, gl, sums, shares, first, last, tl.maximum(full_from, from_block),
-        tl.minimum(full_to, to_block), queries, keys, q_start, size, key, key_lo, scale, slope, ahead, table,
-        D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, False, PRECISION,
+        d_k, d_v, k, v, q, d_out, ql, gl, sums, shares, first, last, inner_from, inner_to, queries, keys, q_start, size,
+        key, key_lo, scale, slope, ahead, table, 0.0,
+        D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, False, FILLED, PRECISION,
     )  # fmt: skip
     if MASK != CAUSAL and MASK != FULL:
         d_k, d_v = pull_keys(
             d_k, d_v, k, v, q, d_out, ql, gl, sums, shares, first, last, tl.maximum(full_to, from_block), to_block,
-            queries, keys, q_start, size, key, key_lo, scale, slope, ahead, table,
-            D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, True, PRECISION,
+            queries, keys, q_start, size, key, key_lo, scale, slope, ahead, table, 0.0,
+            D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, True, FILLED, PRECISION,
         )  # fmt: skip
     return d_k, d_v
 
@@ -251,12 +279,15 @@ def pull_rows(  # type: ignore[no-untyped-def]
 def of_keys(  # type: ignore[no-untyped-def]
     q, k, v, sums, d_out, shares, d_k, d_v, spans, notes, slopes, slopes_ahead, table, first, last, rates,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, gb, gh, gl, dkb, dkh, dkl, dvb, dvh, dvl, group,
-    table_stride, mask_stride, batch, heads, queries, keys, blocks, q_start, size, segment, span_blocks, scale,
+    table_stride, mask_stride, batch, heads, queries, keys, blocks, q_start, size, segment, level, span_blocks, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SPAN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, ORDERED: tl.constexpr,
-    DECAY: tl.constexpr, PRECISION: tl.constexpr,
+    DECAY: tl.constexpr, FILLED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of keys and values, summed over the heads of queries that share them."""
+    """Write the gradients of keys and values, summed over the heads of queries that share them.
+
+    FILLED says that no block of queries goes past their end.
+    """
     program = tl.program_id(0)
     key_heads = heads // group
     block = program % blocks
@@ -341,7 +372,7 @@ def of_keys(  # type: ignore[no-untyped-def]
                 part, acc_v = pull_rows(
                     part, acc_v, faded, values, base_q, base_g, ql, gl, sums + of_rows, shares + of_rows, first, last,
                     at, until, full_from, full_to, queries, keys, q_start, size, key, key_lo, scale2, slope, ahead,
-                    base_table, D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, PRECISION,
+                    base_table, level, D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, FILLED, PRECISION,
                 )  # fmt: skip
                 acc_k += part * factor
                 at = until
@@ -349,7 +380,7 @@ def of_keys(  # type: ignore[no-untyped-def]
             acc_k, acc_v = pull_rows(
                 acc_k, acc_v, keys_here, values, base_q, base_g, ql, gl, sums + of_rows, shares + of_rows, first, last,
                 from_block, to_block, full_from, full_to, queries, keys, q_start, size, key, key_lo, scale2, slope,
-                ahead, base_table, D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, PRECISION,
+                ahead, base_table, level, D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, FILLED, PRECISION,
             )  # fmt: skip
 
     feature = tl.arange(0, WIDTH)

@@ -16,11 +16,14 @@ from lengthen.attention.kernels.ball import SLACK
 from lengthen.attention.kernels.tile import (
     CAUSAL,
     FULL,
+    LEVEL,
     LINEAR,
     LOG2E,
+    NONE,
     SIZES,
     above,
     below,
+    beyond,
     fading,
     interval,
     load,
@@ -43,6 +46,7 @@ NO_REACH, MEASURED, GIVEN = (
 @triton.jit  # type: ignore[untyped-decorator]
 def absorb(  # type: ignore[no-untyped-def]
     acc, total, top, q, k, v, kl, vl, lo, hi, keys, position, begin, end, scale, slope, ahead, table, here,
+    even,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr, MASK: tl.constexpr,
     BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -50,8 +54,10 @@ def absorb(  # type: ignore[no-untyped-def]
 
     UNIT says which score that is. HIGHEST: the highest so far. WHOLE: the whole number above it, so that weights are
     rounded alike whatever else was read. STAYING: the one it was; nothing then has to be searched or rescaled.
+    `even` is a bias that all of them have.
     """
-    for start in tl.range(lo, hi, N):
+    STAGES: tl.constexpr = 1 if BIAS == LEVEL else None
+    for start in tl.range(lo, hi, N, num_stages=STAGES):
         start = tl.multiple_of(start, N)
         key = start + tl.arange(0, N)
         base_k, base_v = k + start.to(tl.int64) * kl, v + start.to(tl.int64) * vl
@@ -62,7 +68,7 @@ def absorb(  # type: ignore[no-untyped-def]
             product, position[:, None], key[None, :], begin[:, None], end[:, None], scale, slope, ahead, table,
             here if TWO_SIDED else start, MASKED, MASK, BIAS, TWO_SIDED,
         )  # fmt: skip
-        up_to = row_term(start, here, slope, BIAS, TWO_SIDED)
+        up_to = row_term(start, here, slope, BIAS, TWO_SIDED) + even
         values = load(base_v, tl.arange(0, N), vl, DV, keys - start, VALUES, MASKED)
         if UNIT == STAYING:
             weight = tl.exp2(score - (top - up_to)[:, None])
@@ -85,26 +91,34 @@ def absorb(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def absorb_interval(  # type: ignore[no-untyped-def]
     acc, total, top, q, k, v, kl, vl, lo, hi, full_lo, full_hi, keys, position, begin, end, scale, slope, ahead, table,
-    here,
+    here, level,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr, MASK: tl.constexpr,
     BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Read the keys [lo, hi), with a mask only outside [full_lo, full_hi), where not every query sees them."""
     acc, total, top = absorb(
-        acc, total, top, q, k, v, kl, vl, tl.maximum(lo, full_hi), hi, keys, position, begin, end,
-        scale, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, NEAR, PRECISION,
+        acc, total, top, q, k, v, kl, vl, tl.maximum(lo, full_hi), hi, keys, position, begin, end, scale, slope, ahead,
+        table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, NEAR, PRECISION,
     )  # fmt: skip
     if FAR == STAYING:
         top = tl.where(top == float("-inf"), 0.0, top)
+    inner_lo, inner_hi = tl.maximum(lo, full_lo), tl.minimum(hi, full_hi)
+    if BIAS == LEVEL:  # keys that every query sees from afar all have the same bias
+        uneven = tl.maximum(inner_lo, tl.minimum(below(tl.maximum(here - level + 1, 0), N), inner_hi))
+        acc, total, top = absorb(
+            acc, total, top, q, k, v, kl, vl, inner_lo, uneven, keys, position, begin, end, scale, slope, ahead, table,
+            here, beyond(table, level, BIAS), D, DV, WIDTH, VALUES, N, MASK, NONE, TWO_SIDED, False, FAR, PRECISION,
+        )  # fmt: skip
+        inner_lo = uneven
     acc, total, top = absorb(
-        acc, total, top, q, k, v, kl, vl, tl.maximum(lo, full_lo), tl.minimum(hi, full_hi), keys, position, begin, end,
-        scale, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, False, FAR, PRECISION,
+        acc, total, top, q, k, v, kl, vl, inner_lo, inner_hi, keys, position, begin, end, scale, slope, ahead, table,
+        here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, False, FAR, PRECISION,
     )  # fmt: skip
     if MASK != CAUSAL and MASK != FULL:
         acc, total, top = absorb(
-            acc, total, top, q, k, v, kl, vl, lo, tl.minimum(hi, full_lo), keys, position, begin, end,
-            scale, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, FAR, PRECISION,
+            acc, total, top, q, k, v, kl, vl, lo, tl.minimum(hi, full_lo), keys, position, begin, end, scale, slope,
+            ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, FAR, PRECISION,
         )  # fmt: skip
     return acc, total, top
 
@@ -125,7 +139,7 @@ def reach(top, total, bound, rest, slope, unread_side):  # type: ignore[no-untyp
 def forward(  # type: ignore[no-untyped-def]
     q, k, v, out, lse, spans, notes, slopes, slopes_ahead, table, first, last, rates, centre, key_norm,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, group,
-    table_stride, mask_stride, batch, heads, queries, keys, blocks, q_start, size, segment, scale, exact,
+    table_stride, mask_stride, batch, heads, queries, keys, blocks, q_start, size, segment, level, scale, exact,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, REACH: tl.constexpr, STEADY: tl.constexpr,
     DECAY: tl.constexpr, PRECISION: tl.constexpr,
@@ -187,21 +201,22 @@ def forward(  # type: ignore[no-untyped-def]
             start = tl.maximum(segment_lo, lo)
             faded = (queries_here * fading(rates, h, position - segment_lo, D, WIDTH)).to(queries_here.dtype)
             acc, total, top = absorb_interval(
-                acc, total, top, faded, k, v, kl, vl, start, until, full_lo, full_hi, keys, position, begin, end,
-                scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, NEAR, FAR, PRECISION,
+                acc, total, top, faded, k, v, kl, vl, start, until, full_lo, full_hi, keys, position,
+                begin, end, scale2, slope, ahead, table, here, level, D, DV,
+                WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, NEAR, FAR, PRECISION,
             )  # fmt: skip
             until = start
     elif REACH == NO_REACH:
         acc, total, top = absorb_interval(
-            acc, total, top, queries_here, k, v, kl, vl, lo, hi, full_lo, full_hi, keys, position, begin, end,
-            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, NEAR, FAR, PRECISION,
+            acc, total, top, queries_here, k, v, kl, vl, lo, hi, full_lo, full_hi, keys, position, begin, end, scale2,
+            slope, ahead, table, here, level, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, NEAR, FAR, PRECISION,
         )  # fmt: skip
     elif TWO_SIDED:
         near_lo = tl.minimum(tl.maximum(below(tl.maximum(here, 0), N), lo), above(hi, N))
         near_hi = tl.maximum(tl.minimum(here + M, hi), near_lo)
         acc, total, top = absorb(
-            acc, total, top, queries_here, k, v, kl, vl, near_lo, near_hi, keys, position, begin, end,
-            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, NEAR, PRECISION,
+            acc, total, top, queries_here, k, v, kl, vl, near_lo, near_hi, keys, position, begin, end, scale2,
+            slope, ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, NEAR, PRECISION,
         )  # fmt: skip
         near_hi = tl.minimum(above(near_hi, N), above(hi, N))
         behind = bound - tl.log2(one_less_exp(slope))
@@ -212,7 +227,7 @@ def forward(  # type: ignore[no-untyped-def]
             start = tl.maximum(low, near_lo - AGAIN)
             acc, total, top = absorb(
                 acc, total, top, queries_here, k, v, kl, vl, start, near_lo, keys, position, begin, end, scale2,
-                slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, NEAR, PRECISION,
+                slope, ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, NEAR, PRECISION,
             )  # fmt: skip
             near_lo = start
         onward = bound - tl.log2(one_less_exp(ahead))
@@ -223,15 +238,15 @@ def forward(  # type: ignore[no-untyped-def]
             stop = tl.minimum(high, near_hi + AGAIN)
             acc, total, top = absorb(
                 acc, total, top, queries_here, k, v, kl, vl, near_hi, stop, keys, position, begin, end, scale2,
-                slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, NEAR, PRECISION,
+                slope, ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, NEAR, PRECISION,
             )  # fmt: skip
             near_hi = tl.maximum(above(stop, N), near_hi)
         lo, hi = near_lo, tl.minimum(near_hi, hi)
     else:
         start = full_hi
         acc, total, top = absorb(
-            acc, total, top, queries_here, k, v, kl, vl, start, hi, keys, position, begin, end,
-            scale2, slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, NEAR, PRECISION,
+            acc, total, top, queries_here, k, v, kl, vl, start, hi, keys, position, begin, end, scale2,
+            slope, ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, NEAR, PRECISION,
         )  # fmt: skip
         if FAR == STAYING:
             top = tl.where(top == float("-inf"), 0.0, top)
@@ -244,7 +259,7 @@ def forward(  # type: ignore[no-untyped-def]
             start = tl.maximum(tl.maximum(low, full_lo), since - more)
             acc, total, top = absorb(
                 acc, total, top, queries_here, k, v, kl, vl, start, since, keys, position, begin, end, scale2,
-                slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, False, FAR, PRECISION,
+                slope, ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, False, FAR, PRECISION,
             )  # fmt: skip
             more = keys
         if MASK != CAUSAL:
@@ -253,7 +268,7 @@ def forward(  # type: ignore[no-untyped-def]
                 low = tl.maximum(low, lowest(place, here, lo, start, N))
             acc, total, top = absorb(
                 acc, total, top, queries_here, k, v, kl, vl, low, start, keys, position, begin, end, scale2,
-                slope, ahead, table, here, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, FAR, PRECISION,
+                slope, ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, FAR, PRECISION,
             )  # fmt: skip
         lo = tl.minimum(low, start)
 

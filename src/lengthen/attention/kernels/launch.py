@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lengthen.attention.kernels import backward, ball, decoding, forward, repair, shapes, table
-from lengthen.attention.kernels.codes import CAUSAL, FULL, GIVEN, LINEAR, LISTED, MEASURED, NO_REACH, NONE, TABLE
+from lengthen.attention.kernels.codes import CAUSAL, FULL, GIVEN, LEVEL, LINEAR, LISTED, MEASURED, NO_REACH, NONE, TABLE
 from lengthen.attention.kernels.launcher import Launcher
 from lengthen.attention.kernels.shapes import Shape
 
@@ -46,6 +46,7 @@ class Call:
         q_start: int,
         tolerance: float,
         segment: int,
+        level: int,
     ) -> None:
         self.q, self.k, self.v, self.behind, self.ahead = q, k, v, behind, ahead
         self.batch, self.heads, self.queries, head_dim = q.shape
@@ -54,7 +55,8 @@ class Call:
         self.mask, self.size, self.linear, self.two_sided = mask, size, linear, two_sided
         self.scale, self.q_start, self.tolerance = scale, q_start, tolerance if rates is None else 0.0
         self.rates, self.segment = rates, segment
-        self.bias = NONE if behind is None else LINEAR if linear else TABLE
+        self.level = level if 0 <= level < q_start + self.queries else -1
+        self.bias = NONE if behind is None else LINEAR if linear else TABLE if self.level < 0 else LEVEL
         slopes = slopes_ahead = joined = q  # pointers that no kernel reads where it does not ask for them
         self.table_stride = 0
         if behind is not None and linear:
@@ -80,7 +82,7 @@ class Call:
         """Return the numbers that every kernel takes, for one that has so many blocks."""
         return (
             *(self.table_stride, self.mask_stride, self.batch, self.heads, self.queries, self.keys),
-            *(blocks, self.q_start, self.size, self.segment),
+            *(blocks, self.q_start, self.size, self.segment, self.level),
         )
 
     @property
@@ -255,7 +257,8 @@ def run_backward(
         (call.scale,),
         (
             *(*call.widths, shape.queries, shape.keys, call.rows, call.mask, call.bias, call.two_sided),
-            *(ordered and call.group == 1, call.rates is not None, call.precision),
+            *(ordered and call.group == 1, call.rates is not None),
+            *(call.queries % shape.queries == 0, call.precision),
         ),
         shape.warps,
         shape.stages,
@@ -266,8 +269,10 @@ def run_backward(
         assert call.behind is not None
         sums_behind, sums_ahead = parts.double().sum(dim=(1, 3))
         d_behind, d_ahead = _sides(sums_behind, sums_ahead, call.behind, call.ahead)
-    elif bias and call.bias == TABLE:
+    elif bias and call.bias in (TABLE, LEVEL):
         d_behind, d_ahead = _of_table(call, sums, d_out, shares)
+        if call.bias == LEVEL:
+            d_behind = _with_level(call, d_behind, lse, d_lse)
     return d_q, d_k, d_v, d_behind, d_ahead
 
 
@@ -284,21 +289,34 @@ def _sides(d_behind: Tensor, d_onward: Tensor, behind: Tensor, ahead: Tensor | N
     return d_behind.to(behind.dtype), d_onward.to(ahead.dtype)
 
 
+def _with_level(call: Call, near: Tensor, lse: Tensor, d_lse: Tensor | None) -> Tensor:
+    """Return the gradient of a whole table from that of the values before its level.
+
+    Those of a row's scores add up to the gradient of its lse; so what is not near is known without another pass.
+    """
+    assert call.behind is not None
+    total = near.new_zeros(call.heads, dtype=torch.float64)
+    if d_lse is not None:
+        total = d_lse.double().where(lse > float("-inf"), 0).sum(dim=(0, 2))
+    d_behind = torch.zeros_like(call.behind)
+    d_behind[:, : call.level] = near
+    d_behind[:, call.level] = total - near.double().sum(1)
+    return d_behind
+
+
 def _of_table(call: Call, sums: Tensor, d_out: Tensor, shares: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of a table's two sides."""
     behind, ahead = call.behind, call.ahead
     assert behind is not None
     q, k, v, shape = call.q, call.k, call.v, call.shape("of_table")
-    side, ends = shape.keys, behind.shape[1]
+    side, ends = shape.keys, call.level if call.bias == LEVEL else behind.shape[1]
     ends_ahead = (behind if ahead is None else ahead).shape[1] if call.two_sided else 1
     # Tiles for the distances −onward … farthest, that of shift s for SIDE·s − SIDE + 1 … SIDE·s + SIDE − 1.
     farthest = max(0, min(ends - 1, call.q_start + call.queries - 1))
     onward = max(0, min(ends_ahead - 1, call.keys - 1 - call.q_start))
     least, most = -math.ceil(onward / side), farthest // side + 1
     shifts = most - least + 1
-    splits = max(1, min(call.batch, PROGRAMS // (shifts * call.heads)))
-    per_split = -(-call.batch // splits)
-    splits = -(-call.batch // per_split)
+    splits = max(1, min(call.batch * -(-call.queries // side), PROGRAMS // (shifts * call.heads)))
     tiles = sums.new_empty(splits, call.heads, shifts, side, side)
     _gather(
         (shifts * call.heads * splits, 1, 1),
@@ -306,7 +324,7 @@ def _of_table(call: Call, sums: Tensor, d_out: Tensor, shares: Tensor) -> tuple[
         (*_strides(q), *_strides(k), *_strides(v), *_strides(d_out), call.group),
         (
             *(call.table_stride, call.mask_stride, call.batch, call.heads, call.queries, call.keys),
-            *(call.q_start, call.size, least, shifts, splits, per_split),
+            *(call.q_start, call.size, least, shifts, splits),
         ),
         (call.scale,),
         (*call.widths, side, call.mask, call.precision),

@@ -19,7 +19,8 @@ from lengthen.attention.kernels.shapes import span
 
 _CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? behind, Tensor? ahead, Tensor? first, Tensor? last, Tensor? rates, {}"
-    "int mask, int size, bool linear, bool two_sided, float scale, SymInt q_start, float tolerance, int segment"
+    "int mask, int size, bool linear, bool two_sided, float scale, SymInt q_start, float tolerance, int segment, "
+    "int level"
 )
 _RESULTS = "Tensor out, Tensor lse, Tensor spans, Tensor notes, Tensor d_out, Tensor? d_lse, "
 _library: Any = torch.library.Library("lengthen", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -169,7 +170,7 @@ def _pull(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: Any) -> tupl
         *(q, k, v, behind, ahead, first, last, rates, out, lse, spans, notes, d_out, d_lse, *ctx.numbers, ctx.given),
         wanted[3] or wanted[4],
     )
-    return d_q, d_k, d_v, d_behind if wanted[3] else None, d_ahead if wanted[4] else None, *[None] * 12
+    return d_q, d_k, d_v, d_behind if wanted[3] else None, d_ahead if wanted[4] else None, *[None] * 13
 
 
 def _no_second(ctx: Any, *_: Any) -> None:

@@ -20,7 +20,7 @@ VANISHED = tl.constexpr(-150.0)  # the logarithm of a weight that float32 rounds
 def repair(  # type: ignore[no-untyped-def]
     q, k, v, out, lse, notes, slopes, slopes_ahead, table, first, last, rates,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, group,
-    table_stride, mask_stride, batch, heads, queries, keys, blocks, q_start, size, segment, scale,
+    table_stride, mask_stride, batch, heads, queries, keys, blocks, q_start, size, segment, level, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip

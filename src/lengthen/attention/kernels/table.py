@@ -17,11 +17,11 @@ from lengthen.attention.kernels.tile import LISTED, LOG2E, SIZES, TABLE, interva
 def gather(  # type: ignore[no-untyped-def]
     q, k, v, sums, d_out, shares, tiles, table, first, last,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, gb, gh, gl, group,
-    table_stride, mask_stride, batch, heads, queries, keys, q_start, size, least, shifts, splits, per_split, scale,
+    table_stride, mask_stride, batch, heads, queries, keys, q_start, size, least, shifts, splits, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, SIDE: tl.constexpr,
     MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum of a head's tiles at one shift, over one share of the sequences: `[splits, heads, shifts]`."""
+    """Write the sum of a head's tiles at one shift, over one share of them: `[splits, heads, shifts]`."""
     program = tl.program_id(0)
     shift = program // (heads * splits)
     h = program // splits % heads
@@ -35,7 +35,8 @@ def gather(  # type: ignore[no-untyped-def]
     acc = tl.zeros([SIDE, SIDE], tl.float32)
     table += h.to(tl.int64) * table_stride
     one = tl.arange(0, SIDE)
-    for item in range(split * per_split * count, tl.minimum((split + 1) * per_split, batch) * count):
+    each = (batch * count + splits - 1) // splits
+    for item in range(split * each, tl.minimum((split + 1) * each, batch * count)):
         b, block = item // count, from_block + item % count
         row = tl.minimum(block * SIDE + one, queries - 1)
         position = row + q_start

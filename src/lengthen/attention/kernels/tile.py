@@ -14,14 +14,15 @@ from lengthen.attention.kernels import codes
 # The codes that these kernels ask for, as Triton wants a constant.
 CAUSAL, WINDOW, BLOCKWISE = tl.constexpr(codes.CAUSAL), tl.constexpr(codes.WINDOW), tl.constexpr(codes.BLOCKWISE)
 FULL, LISTED = tl.constexpr(codes.FULL), tl.constexpr(codes.LISTED)
-LINEAR, TABLE = tl.constexpr(codes.LINEAR), tl.constexpr(codes.TABLE)
+NONE, LINEAR = tl.constexpr(codes.NONE), tl.constexpr(codes.LINEAR)
+TABLE, LEVEL = tl.constexpr(codes.TABLE), tl.constexpr(codes.LEVEL)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 # Numbers of a call that no kernel is compiled again for.
 SIZES = (
     *("table_stride", "mask_stride", "batch", "heads", "key_heads", "queries", "keys", "blocks", "span_blocks"),
-    *("q_start", "size", "segment", "per_program", "splits", "per_split", "least", "shifts", "ends", "ends_ahead"),
+    *("q_start", "size", "segment", "level", "per_program", "splits", "least", "shifts", "ends", "ends_ahead"),
 )
 
 
@@ -58,11 +59,12 @@ def scores(  # type: ignore[no-untyped-def]
             score += tl.where(distance >= 0, -slope * distance, ahead * distance)
         else:
             score += slope * (key - here).to(tl.float32)
-    if BIAS == TABLE:
+    if BIAS == TABLE or BIAS == LEVEL:  # noqa: SIM109
+        place = table - key.to(tl.int64) + position.to(tl.int64)  # in 64 bits, offsets become part of the instruction
         if MASKED:
-            score += tl.load(table + (position - key), mask=is_seen(key, first, last, MASK), other=0.0)
+            score += tl.load(place, mask=is_seen(key, first, last, MASK), other=0.0)
         else:
-            score += tl.load(table + (position - key))
+            score += tl.load(place)
     if MASKED:
         score = tl.where(is_seen(key, first, last, MASK), score, float("-inf"))
     return score
@@ -82,6 +84,14 @@ def row_term(position, here, slope, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr)
     if BIAS == LINEAR and not TWO_SIDED:
         return slope * (position - here).to(tl.float32)
     return position.to(tl.float32) * 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def beyond(table, level, BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the bias of all distances from `level` on, where a table has such a level."""
+    if BIAS == LEVEL:
+        return tl.load(table + level)
+    return 0.0
 
 
 @triton.jit  # type: ignore[untyped-decorator]
