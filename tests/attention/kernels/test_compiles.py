@@ -31,8 +31,8 @@ def slopes() -> Linear:
     return Linear(torch.rand(HEADS), torch.rand(HEADS))
 
 
-def table() -> Table:
-    return Table(torch.rand(HEADS, KEYS), torch.rand(HEADS, KEYS))
+def table(level: int | None = None) -> Table:
+    return Table(torch.rand(HEADS, KEYS), torch.rand(HEADS, KEYS), level)
 
 
 def padded(mask: Any) -> Any:
@@ -49,13 +49,15 @@ CASES: dict[str, Callable[[], list[Case]]] = {
         ("forward repair", {"mask": Bidirectional(), "bias": slopes()}),
         ("forward repair", {"mask": padded(Blockwise(64)), "bias": table()}),
         ("forward repair", {"mask": Blockwise(64), "decay": DECAY}),
+        ("forward", {"mask": Causal(), "bias": table(level=100)}),
         ("forward", {"mask": Causal(), "bias": slopes(), "dtype": torch.float16}),
         ("forward", {"mask": Causal(), "dtype": torch.float32}),
     ],
     "backward": lambda: [
         ("of_queries of_keys", {"mask": Causal(), "bias": slopes(), "wanted": "all"}),
         ("of_queries of_keys", {"mask": Bidirectional(), "bias": slopes(), "wanted": "all"}),
-        ("of_queries of_keys", {"mask": Window(100), "wanted": "out"}),
+        ("of_queries of_keys", {"mask": Window(100), "queries": KEYS - 1, "wanted": "out"}),
+        ("of_queries of_keys", {"mask": Causal(), "bias": table(level=100), "wanted": "out"}),
         ("of_queries of_keys", {"mask": Blockwise(64), "decay": DECAY, "wanted": "out"}),
         ("of_queries of_keys gather fold", {"mask": padded(Causal()), "bias": table(), "wanted": "all"}),
         ("gather", {"mask": Bidirectional(), "bias": table(), "wanted": "out"}),
@@ -73,7 +75,7 @@ CASES: dict[str, Callable[[], list[Case]]] = {
 
 # What those calls must come to: the values of each kernel's constants that decide which of its lines are compiled.
 EITHER, MASKS, BIASES, PRECISIONS = {False, True}, {0, 1, 2, 3, 4}, {0, 1, 2}, {"tf32", "tf32x3"}
-PLAIN: dict[str, set[Any]] = {"MASK": MASKS, "BIAS": BIASES, "TWO_SIDED": EITHER, "PRECISION": PRECISIONS}
+PLAIN: dict[str, set[Any]] = {"MASK": MASKS, "BIAS": {*BIASES, 3}, "TWO_SIDED": EITHER, "PRECISION": PRECISIONS}
 BRANCHES: dict[str, dict[str, dict[str, set[Any]]]] = {
     "forward": {
         "ball": {},
@@ -86,7 +88,7 @@ BRANCHES: dict[str, dict[str, dict[str, set[Any]]]] = {
         "gather": {"MASK": {3, 4}},
         "fold": {},
     },
-    "decoding": {"split": PLAIN | {"REACH": {0, 2}, "SEVERAL": EITHER}, "join": {}},
+    "decoding": {"split": PLAIN | {"BIAS": BIASES, "REACH": {0, 2}, "SEVERAL": EITHER}, "join": {}},
 }
 
 
