@@ -16,7 +16,7 @@ from lengthen.attention.kernels.shapes import Shape
 LOG2E = math.log2(math.e)
 BALL_ROWS, BALL_KEYS = 64, 256  # keys that a program of the pass over them loads at once, and takes in all
 REPAIRED, REPAIRERS = 32, 264  # rows of the repair's blocks, and its programs, which mostly end at once
-SPLITS, DECODERS = 64, 2048  # of decoding: shares of a head's keys at most, and programs in all
+MOST_SPLITS, DECODERS = 512, 1024  # programs of decoding, for a sequence and in all
 PROGRAMS = 1024  # of the pass for a table's gradient: enough to fill a GPU
 
 _ball, _forward, _repair = Launcher(ball.ball), Launcher(forward.forward), Launcher(repair.repair)
@@ -176,21 +176,25 @@ def run_decode(call: Call, out: Tensor, lse: Tensor, lows: Tensor, key_norm: Ten
     """Launch the kernels for few queries into their results."""
     q, k, v, shape = call.q, call.k, call.v, call.shape("decode")
     rows, of_keys = call.group * call.queries, call.batch * call.key_heads
-    splits = max(1, min(SPLITS, DECODERS // of_keys, -(-call.keys // shape.keys)))
-    parts = lse.new_empty(of_keys * splits * rows, call.widths[1])
-    units, totals = lse.new_empty(2, of_keys * splits * rows).unbind(0)
+    programs = max(
+        call.key_heads, min(MOST_SPLITS, DECODERS // call.batch, call.key_heads * -(-call.keys // shape.keys))
+    )
+    parts = lse.new_empty(call.batch * programs * rows, call.widths[1])
+    units, totals = lse.new_empty(2, call.batch * programs * rows).unbind(0)
     reach = call.linear and key_norm is not None and call.tolerance > 0 and not call.two_sided
+    cut = (shape.keys, 1 << (call.key_heads - 1).bit_length(), 1 << (call.group - 1).bit_length())
+    norms = q if key_norm is None else key_norm
     _split(
-        (splits, of_keys, 1),
-        (q, k, v, parts, units, totals, lows, *call.biases[:5], q if key_norm is None else key_norm),
+        (programs, call.batch, 1),
+        (q, k, v, parts, units, totals, lows, *call.biases[:5], norms),
         (*_strides(q), *_strides(k), *_strides(v), call.group),
         (
             *(call.table_stride, call.mask_stride, call.key_heads, call.queries, call.keys, call.q_start, call.size),
-            splits,
+            programs,
         ),
         (call.scale, call.exact),
         (
-            *(*call.widths, max(16, 1 << (rows - 1).bit_length()), shape.keys, call.mask, call.bias, call.two_sided),
+            *(*call.widths, max(16, 1 << (rows - 1).bit_length()), *cut, call.mask, call.bias, call.two_sided),
             *(GIVEN if reach else NO_REACH, call.queries > 1, call.precision),
         ),
         shape.warps,
@@ -198,11 +202,11 @@ def run_decode(call: Call, out: Tensor, lse: Tensor, lows: Tensor, key_norm: Ten
     )
     _join(
         (rows, of_keys, 1),
-        (parts, units, totals, out, lse),
+        (parts, units, totals, out, lse, call.slopes),
         (*_strides(out), call.group),
-        (call.key_heads, call.queries, splits),
+        (call.key_heads, call.queries, call.keys, programs),
         (),
-        (call.widths[1], call.widths[3], 1 << (splits - 1).bit_length()),
+        (call.widths[1], call.widths[3], 64 if call.widths[3] <= 64 else 32, *cut, GIVEN if reach else NO_REACH),
         warps=4,
         stages=1,
     )
