@@ -188,8 +188,26 @@ def _arguments(
 def _scaled(q: Tensor, k: Tensor, v: Tensor, decay: Decay, segment: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys scaled from the start of their segment, their values, and the rates `[heads, head_dim]` by log 2."""
     rates = decay.rates.double().log2().reshape(-1, q.shape[3])
-    steps = torch.arange(k.shape[2], device=k.device) % segment
+    steps = torch.arange(min(segment, k.shape[2]), device=k.device)
     growth = torch.exp2(-rates.unsqueeze(1) * steps.unsqueeze(-1)).float()
+    growth = growth.repeat(1, -(-k.shape[2] // segment), 1)[:, : k.shape[2]]  # the same in every segment
     if rates.shape[0] > 1 and k.shape[1] != q.shape[1]:  # a decay of each head's own, and heads that share keys
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    return (k * growth).to(k.dtype), v, rates.float().expand(q.shape[1], -1).contiguous()
+    k = Multiplied.apply(k, growth) if unwatched(k) else (k * growth).to(k.dtype)  # type: ignore[no-untyped-call]
+    return k, v, rates.float().expand(q.shape[1], -1).contiguous()
+
+
+class Multiplied(torch.autograd.Function):
+    """x·factor, rounded to x's dtype, in one pass each way; the expression would write float32 in between."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        """Return the product."""
+        ctx.save_for_backward(factor)
+        return torch.mul(x, factor, out=torch.empty_like(x))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of x; the factor has none."""
+        (factor,) = ctx.saved_tensors
+        return torch.mul(gradient, factor, out=torch.empty_like(gradient)), None

@@ -167,20 +167,19 @@ def of_queries(  # type: ignore[no-untyped-def]
     along = tl.zeros([M], tl.float32)
     onward = tl.zeros([M], tl.float32)
     if DECAY:  # keys are scaled from the start of their segment: for each, so are the queries
-        until = hi
-        while until > lo:
-            segment_lo = (until - 1) // segment * segment
-            start = tl.maximum(segment_lo, lo)
-            factor = fading(rates, h, position - segment_lo, D, WIDTH)
-            faded = (queries_here * factor).to(queries_here.dtype)
-            part = tl.zeros([M, WIDTH], tl.float32)
-            part, along, onward = pull_interval(
-                part, along, onward, faded, d_out_here, k, v, kl, vl, start, until, full_lo, full_hi, keys, log_sum,
+        at = lo
+        while at < hi:  # from the farthest, so that what is summed so far only ever fades
+            segment_lo = at // segment * segment
+            until = tl.minimum(hi, segment_lo + segment)
+            faded = (queries_here * fading(rates, h, position - segment_lo, D, WIDTH)).to(queries_here.dtype)
+            acc *= fading(rates, h, tl.zeros([1], tl.int32) + segment, D, WIDTH)
+            acc, along, onward = pull_interval(
+                acc, along, onward, faded, d_out_here, k, v, kl, vl, at, until, full_lo, full_hi, keys, log_sum,
                 share, position, begin, end, scale2, slope, ahead, table, here, level,
                 D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, SLOPES, PRECISION,
             )  # fmt: skip
-            acc += part * factor
-            until = start
+            at = until
+        acc *= fading(rates, h, position - tl.maximum(hi - 1, 0) // segment * segment, D, WIDTH)
     else:
         acc, along, onward = pull_interval(
             acc, along, onward, queries_here, d_out_here, k, v, kl, vl, lo, hi, full_lo, full_hi, keys, log_sum,
@@ -361,21 +360,21 @@ def of_keys(  # type: ignore[no-untyped-def]
         of_rows = of_head.to(tl.int64) * queries
         base_table = table + h.to(tl.int64) * table_stride
         if DECAY:  # queries are scaled from the start of their segment of rows: for each, so are the keys
-            at = from_block
-            while at < to_block:
-                segment_row = at * M // segment * segment
-                until = tl.minimum(to_block, (segment_row + segment) // M)
-                steps = tl.zeros([1], tl.int32) + (q_start + segment_row - key_lo // segment * segment)
-                factor = fading(rates, h, steps, D, WIDTH)
-                faded = (keys_here * factor).to(keys_here.dtype)
-                part = tl.zeros([N, WIDTH], tl.float32)
+            until = to_block
+            part = tl.zeros([N, WIDTH], tl.float32)
+            steps = tl.zeros([1], tl.int32) + (q_start - key_lo // segment * segment)
+            while until > from_block:  # from the farthest, so that what is summed so far only ever fades
+                segment_row = (until - 1) * M // segment * segment
+                at = tl.maximum(from_block, segment_row // M)
+                faded = (keys_here * fading(rates, h, steps + segment_row, D, WIDTH)).to(keys_here.dtype)
+                part *= fading(rates, h, tl.zeros([1], tl.int32) + segment, D, WIDTH)
                 part, acc_v = pull_rows(
                     part, acc_v, faded, values, base_q, base_g, ql, gl, sums + of_rows, shares + of_rows, first, last,
                     at, until, full_from, full_to, queries, keys, q_start, size, key, key_lo, scale2, slope, ahead,
                     base_table, level, D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, FILLED, PRECISION,
                 )  # fmt: skip
-                acc_k += part * factor
-                at = until
+                until = at
+            acc_k += part * fading(rates, h, steps + from_block * M // segment * segment, D, WIDTH)
         else:
             acc_k, acc_v = pull_rows(
                 acc_k, acc_v, keys_here, values, base_q, base_g, ql, gl, sums + of_rows, shares + of_rows, first, last,

@@ -17,6 +17,7 @@ LOG2E = math.log2(math.e)
 BALL_ROWS, BALL_KEYS = 64, 256  # keys that a program of the pass over them loads at once, and takes in all
 REPAIRED, REPAIRERS = 32, 264  # rows of the repair's blocks, and its programs, which mostly end at once
 MOST_SPLITS, DECODERS = 512, 1024  # programs of decoding, for a sequence and in all
+ROOM = 168  # registers that a thread gets at least where there is more to hold, so that few are kept in memory
 PROGRAMS = 1024  # of the pass for a table's gradient: enough to fill a GPU
 
 _ball, _forward, _repair = Launcher(ball.ball), Launcher(forward.forward), Launcher(repair.repair)
@@ -75,8 +76,10 @@ class Call:
     def shape(self, kernel: str) -> Shape:
         """Return how this kernel cuts its work."""
         shape = Shape.of(kernel, self.widths[0], self.widths[1], self.q.dtype)
-        plain = self.rates is None and self.mask in (CAUSAL, FULL)
-        return shape if plain or shape.registers is None else replace(shape, registers=None)
+        decays = self.rates is not None
+        if shape.registers is None or not (decays or self.bias == LEVEL or (self.linear and self.mask != CAUSAL)):
+            return shape
+        return replace(shape, registers=None if decays and max(self.widths) > 64 else max(shape.registers, ROOM))
 
     def sizes(self, blocks: int) -> tuple[int, ...]:
         """Return the numbers that every kernel takes, for one that has so many blocks."""
@@ -282,8 +285,9 @@ def run_backward(
 
 def _faded(q: Tensor, rates: Tensor, segment: int) -> Tensor:
     """Return the queries with the decay since the start of their segment of rows in them."""
-    steps = torch.arange(q.shape[2], device=q.device) % segment
-    return (q * torch.exp2(rates.unsqueeze(1) * steps.unsqueeze(-1))).to(q.dtype)
+    steps = torch.arange(min(segment, q.shape[2]), device=q.device)
+    factor = torch.exp2(rates.unsqueeze(1) * steps.unsqueeze(-1)).repeat(1, -(-q.shape[2] // segment), 1)
+    return torch.mul(q, factor[:, : q.shape[2]], out=torch.empty_like(q))
 
 
 def _sides(d_behind: Tensor, d_onward: Tensor, behind: Tensor, ahead: Tensor | None) -> tuple[Tensor, Tensor | None]:

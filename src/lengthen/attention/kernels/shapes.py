@@ -18,9 +18,7 @@ class Shape:
     keys: int
     warps: int
     stages: int
-    registers: int | None = (
-        None  # at most, for a thread, in a plain call: fewer let more programs share a multiprocessor
-    )
+    registers: int | None = None  # for a thread, at most: with fewer, more programs share a multiprocessor
 
     @staticmethod
     def of(kernel: str, head_dim: int, value_dim: int, dtype: torch.dtype) -> Shape:
@@ -40,7 +38,7 @@ SHAPES = {
     ("forward", 64, 2): Shape(64, 64, 4, 3, 128),
     ("forward", 128, 2): Shape(64, 32, 4, 3, 168),
     ("forward", 256, 2): Shape(64, 32, 8, 2),
-    ("of_queries", 64, 2): Shape(64, 64, 4, 3),
+    ("of_queries", 64, 2): Shape(64, 64, 4, 3, 168),
     ("of_queries", 128, 2): Shape(64, 32, 4, 2, 168),
     ("of_queries", 256, 2): Shape(32, 32, 4, 2),
     ("of_keys", 64, 2): Shape(64, 64, 4, 2, 168),
