@@ -172,6 +172,8 @@ ONES = torch.ones(4)
             ValueError,
             r"Table\.ahead: expected 2 heads like values, got .*\[3, 4\]",
         ),
+        (lambda: Table(ONES[None], level=0), ValueError, r"Table\.level: expected .*at least 1, got 0"),
+        (lambda: Table(ONES[None], level=1.5), TypeError, r"Table\.level: expected a whole number.*, got 1\.5"),
         (lambda: Decay(0.5), TypeError, r"Decay\.rates: expected a tensor, got 0\.5"),
         (lambda: Decay(ONES.half()), TypeError, r"Decay\.rates: expected float32 or float64 .*float16"),
         (lambda: Decay(torch.tensor(0.5)), ValueError, r"Decay\.rates: expected 1 or 2 dimension.*\[\]"),

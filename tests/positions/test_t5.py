@@ -75,6 +75,16 @@ def test_against_x_transformers(bidirectional: bool, x_transformers: ModuleType)
     torch.testing.assert_close(got[:, seen], expected[:, seen], rtol=0, atol=0)
 
 
+@SETTINGS
+def test_the_table_is_level_from_where_it_says(buckets: int, max_distance: int, bidirectional: bool) -> None:
+    bias = make(buckets=buckets, max_distance=max_distance, bidirectional=bidirectional).bias(1200)
+    assert bias.level is not None
+    before, level = bias.values[:, bias.level - 1], bias.values[:, bias.level :]
+    assert bool((level == level[:, :1]).all())
+    assert bool((before != level[:, 0]).all())
+    assert bias.of(slice(1, 3)).level == bias.level
+
+
 def test_starts_at_zero_and_draws_no_random_number() -> None:
     state = torch.get_rng_state()
     method = make(random=False)
