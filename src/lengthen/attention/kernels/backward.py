@@ -11,14 +11,17 @@ import triton
 import triton.language as tl
 
 from lengthen.attention.kernels.tile import (
+    BEHIND,
     BLOCKWISE,
     CAUSAL,
+    EDGES,
     FULL,
     LEVEL,
     LINEAR,
     LISTED,
     LOG2E,
     NONE,
+    SHOWN,
     SIZES,
     WINDOW,
     below,
@@ -47,8 +50,8 @@ def pull_queries(  # type: ignore[no-untyped-def]
         start = tl.multiple_of(start, N)
         key = start + tl.arange(0, N)
         base_k, base_v = k + start.to(tl.int64) * kl, v + start.to(tl.int64) * vl
-        keys_here = load(base_k, tl.arange(0, N), kl, D, keys - start, WIDTH, MASKED)
-        values = load(base_v, tl.arange(0, N), vl, DV, keys - start, VALUES, MASKED)
+        keys_here = load(base_k, tl.arange(0, N), kl, D, keys - start, WIDTH, MASKED == EDGES)
+        values = load(base_v, tl.arange(0, N), vl, DV, keys - start, VALUES, MASKED == EDGES)
         product = tl.dot(q, tl.trans(keys_here), input_precision=PRECISION)
         score = scores(
             product, position[:, None], key[None, :], begin[:, None], end[:, None], scale, slope, ahead, table,
@@ -77,7 +80,7 @@ def pull_interval(  # type: ignore[no-untyped-def]
     d_q, along, ahead_along = pull_queries(
         d_q, along, ahead_along, q, d_out, k, v, kl, vl, tl.maximum(lo, full_hi), hi, keys, log_sum, share, position,
         begin, end, scale, slope, ahead, table, here,
-        D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, SLOPES, PRECISION,
+        D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, EDGES, SLOPES, PRECISION,
     )  # fmt: skip
     inner_lo, inner_hi = tl.maximum(lo, full_lo), tl.minimum(hi, full_hi)
     if BIAS == LEVEL:  # keys that every query sees from afar all have the same bias
@@ -85,19 +88,19 @@ def pull_interval(  # type: ignore[no-untyped-def]
         d_q, along, ahead_along = pull_queries(
             d_q, along, ahead_along, q, d_out, k, v, kl, vl, inner_lo, uneven, keys,
             log_sum - beyond(table, level, BIAS), share, position, begin, end, scale, slope, ahead, table, here,
-            D, DV, WIDTH, VALUES, N, MASK, NONE, TWO_SIDED, False, SLOPES, PRECISION,
+            D, DV, WIDTH, VALUES, N, MASK, NONE, TWO_SIDED, SHOWN, SLOPES, PRECISION,
         )  # fmt: skip
         inner_lo = uneven
     d_q, along, ahead_along = pull_queries(
         d_q, along, ahead_along, q, d_out, k, v, kl, vl, inner_lo, inner_hi, keys,
         log_sum, share, position, begin, end, scale, slope, ahead, table, here,
-        D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, False, SLOPES, PRECISION,
+        D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, SHOWN, SLOPES, PRECISION,
     )  # fmt: skip
     if MASK != CAUSAL and MASK != FULL:
         d_q, along, ahead_along = pull_queries(
             d_q, along, ahead_along, q, d_out, k, v, kl, vl, lo, tl.minimum(hi, full_lo), keys, log_sum, share,
             position, begin, end, scale, slope, ahead, table, here,
-            D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, SLOPES, PRECISION,
+            D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, BEHIND, SLOPES, PRECISION,
         )  # fmt: skip
     return d_q, along, ahead_along
 
@@ -220,7 +223,7 @@ def pull_keys(  # type: ignore[no-untyped-def]
         if not FILLED:
             log_sum = tl.where(start + tl.arange(0, M) < queries, log_sum, float("inf"))  # no weight past the end
         begin, end = position, position
-        if MASKED:
+        if MASKED != SHOWN:
             begin, end = interval(row, position, first, last, keys, size, MASK)
         product = tl.dot(k, tl.trans(queries_here), input_precision=PRECISION)
         score = scores(
@@ -248,7 +251,7 @@ def pull_rows(  # type: ignore[no-untyped-def]
     d_k, d_v = pull_keys(
         d_k, d_v, k, v, q, d_out, ql, gl, sums, shares, first, last, from_block, tl.minimum(full_from, to_block),
         queries, keys, q_start, size, key, key_lo, scale, slope, ahead, table, 0.0,
-        D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, True, FILLED, PRECISION,
+        D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, EDGES, FILLED, PRECISION,
     )  # fmt: skip
     inner_from, inner_to = tl.maximum(full_from, from_block), tl.minimum(full_to, to_block)
     if BIAS == LEVEL:  # queries that see every key from afar all have the same bias
@@ -257,19 +260,19 @@ def pull_rows(  # type: ignore[no-untyped-def]
         d_k, d_v = pull_keys(
             d_k, d_v, k, v, q, d_out, ql, gl, sums, shares, first, last, afar, inner_to, queries, keys, q_start, size,
             key, key_lo, scale, slope, ahead, table, beyond(table, level, BIAS),
-            D, DV, WIDTH, VALUES, M, MASK, NONE, TWO_SIDED, False, FILLED, PRECISION,
+            D, DV, WIDTH, VALUES, M, MASK, NONE, TWO_SIDED, SHOWN, FILLED, PRECISION,
         )  # fmt: skip
         inner_to = afar
     d_k, d_v = pull_keys(
         d_k, d_v, k, v, q, d_out, ql, gl, sums, shares, first, last, inner_from, inner_to, queries, keys, q_start, size,
         key, key_lo, scale, slope, ahead, table, 0.0,
-        D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, False, FILLED, PRECISION,
+        D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, SHOWN, FILLED, PRECISION,
     )  # fmt: skip
     if MASK != CAUSAL and MASK != FULL:
         d_k, d_v = pull_keys(
             d_k, d_v, k, v, q, d_out, ql, gl, sums, shares, first, last, tl.maximum(full_to, from_block), to_block,
             queries, keys, q_start, size, key, key_lo, scale, slope, ahead, table, 0.0,
-            D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, True, FILLED, PRECISION,
+            D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, EDGES if MASK == LISTED else BEHIND, FILLED, PRECISION,
         )  # fmt: skip
     return d_k, d_v
 

@@ -14,12 +14,15 @@ import triton.language as tl
 from lengthen.attention.kernels import codes
 from lengthen.attention.kernels.ball import SLACK
 from lengthen.attention.kernels.tile import (
+    BEHIND,
     CAUSAL,
+    EDGES,
     FULL,
     LEVEL,
     LINEAR,
     LOG2E,
     NONE,
+    SHOWN,
     SIZES,
     above,
     below,
@@ -61,7 +64,7 @@ def absorb(  # type: ignore[no-untyped-def]
         start = tl.multiple_of(start, N)
         key = start + tl.arange(0, N)
         base_k, base_v = k + start.to(tl.int64) * kl, v + start.to(tl.int64) * vl
-        keys_here = load(base_k, tl.arange(0, N), kl, D, keys - start, WIDTH, MASKED)
+        keys_here = load(base_k, tl.arange(0, N), kl, D, keys - start, WIDTH, MASKED == EDGES)
         product = tl.dot(q, tl.trans(keys_here), input_precision=PRECISION)
         # ALiBi's bias in two parts: along the block, which is the same for all blocks, and up to it, a single number.
         score = scores(
@@ -69,7 +72,7 @@ def absorb(  # type: ignore[no-untyped-def]
             here if TWO_SIDED else start, MASKED, MASK, BIAS, TWO_SIDED,
         )  # fmt: skip
         up_to = row_term(start, here, slope, BIAS, TWO_SIDED) + even
-        values = load(base_v, tl.arange(0, N), vl, DV, keys - start, VALUES, MASKED)
+        values = load(base_v, tl.arange(0, N), vl, DV, keys - start, VALUES, MASKED == EDGES)
         if UNIT == STAYING:
             weight = tl.exp2(score - (top - up_to)[:, None])
             total += tl.sum(weight, 1)
@@ -99,7 +102,7 @@ def absorb_interval(  # type: ignore[no-untyped-def]
     """Read the keys [lo, hi), with a mask only outside [full_lo, full_hi), where not every query sees them."""
     acc, total, top = absorb(
         acc, total, top, q, k, v, kl, vl, tl.maximum(lo, full_hi), hi, keys, position, begin, end, scale, slope, ahead,
-        table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, NEAR, PRECISION,
+        table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, EDGES, NEAR, PRECISION,
     )  # fmt: skip
     if FAR == STAYING:
         top = tl.where(top == float("-inf"), 0.0, top)
@@ -108,17 +111,17 @@ def absorb_interval(  # type: ignore[no-untyped-def]
         uneven = tl.maximum(inner_lo, tl.minimum(below(tl.maximum(here - level + 1, 0), N), inner_hi))
         acc, total, top = absorb(
             acc, total, top, q, k, v, kl, vl, inner_lo, uneven, keys, position, begin, end, scale, slope, ahead, table,
-            here, beyond(table, level, BIAS), D, DV, WIDTH, VALUES, N, MASK, NONE, TWO_SIDED, False, FAR, PRECISION,
+            here, beyond(table, level, BIAS), D, DV, WIDTH, VALUES, N, MASK, NONE, TWO_SIDED, SHOWN, FAR, PRECISION,
         )  # fmt: skip
         inner_lo = uneven
     acc, total, top = absorb(
         acc, total, top, q, k, v, kl, vl, inner_lo, inner_hi, keys, position, begin, end, scale, slope, ahead, table,
-        here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, False, FAR, PRECISION,
+        here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, SHOWN, FAR, PRECISION,
     )  # fmt: skip
     if MASK != CAUSAL and MASK != FULL:
         acc, total, top = absorb(
             acc, total, top, q, k, v, kl, vl, lo, tl.minimum(hi, full_lo), keys, position, begin, end, scale, slope,
-            ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, FAR, PRECISION,
+            ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, BEHIND, FAR, PRECISION,
         )  # fmt: skip
     return acc, total, top
 
@@ -216,7 +219,7 @@ def forward(  # type: ignore[no-untyped-def]
         near_hi = tl.maximum(tl.minimum(here + M, hi), near_lo)
         acc, total, top = absorb(
             acc, total, top, queries_here, k, v, kl, vl, near_lo, near_hi, keys, position, begin, end, scale2,
-            slope, ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, NEAR, PRECISION,
+            slope, ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, EDGES, NEAR, PRECISION,
         )  # fmt: skip
         near_hi = tl.minimum(above(near_hi, N), above(hi, N))
         behind = bound - tl.log2(one_less_exp(slope))
@@ -227,7 +230,7 @@ def forward(  # type: ignore[no-untyped-def]
             start = tl.maximum(low, near_lo - AGAIN)
             acc, total, top = absorb(
                 acc, total, top, queries_here, k, v, kl, vl, start, near_lo, keys, position, begin, end, scale2,
-                slope, ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, NEAR, PRECISION,
+                slope, ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, EDGES, NEAR, PRECISION,
             )  # fmt: skip
             near_lo = start
         onward = bound - tl.log2(one_less_exp(ahead))
@@ -238,7 +241,7 @@ def forward(  # type: ignore[no-untyped-def]
             stop = tl.minimum(high, near_hi + AGAIN)
             acc, total, top = absorb(
                 acc, total, top, queries_here, k, v, kl, vl, near_hi, stop, keys, position, begin, end, scale2,
-                slope, ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, NEAR, PRECISION,
+                slope, ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, EDGES, NEAR, PRECISION,
             )  # fmt: skip
             near_hi = tl.maximum(above(stop, N), near_hi)
         lo, hi = near_lo, tl.minimum(near_hi, hi)
@@ -246,7 +249,7 @@ def forward(  # type: ignore[no-untyped-def]
         start = full_hi
         acc, total, top = absorb(
             acc, total, top, queries_here, k, v, kl, vl, start, hi, keys, position, begin, end, scale2,
-            slope, ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, NEAR, PRECISION,
+            slope, ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, EDGES, NEAR, PRECISION,
         )  # fmt: skip
         if FAR == STAYING:
             top = tl.where(top == float("-inf"), 0.0, top)
@@ -259,7 +262,7 @@ def forward(  # type: ignore[no-untyped-def]
             start = tl.maximum(tl.maximum(low, full_lo), since - more)
             acc, total, top = absorb(
                 acc, total, top, queries_here, k, v, kl, vl, start, since, keys, position, begin, end, scale2,
-                slope, ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, False, FAR, PRECISION,
+                slope, ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, SHOWN, FAR, PRECISION,
             )  # fmt: skip
             more = keys
         if MASK != CAUSAL:
@@ -268,7 +271,7 @@ def forward(  # type: ignore[no-untyped-def]
                 low = tl.maximum(low, lowest(place, here, lo, start, N))
             acc, total, top = absorb(
                 acc, total, top, queries_here, k, v, kl, vl, low, start, keys, position, begin, end, scale2,
-                slope, ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, True, FAR, PRECISION,
+                slope, ahead, table, here, 0.0, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, BEHIND, FAR, PRECISION,
             )  # fmt: skip
         lo = tl.minimum(low, start)
 

@@ -19,6 +19,9 @@ TABLE, LEVEL = tl.constexpr(codes.TABLE), tl.constexpr(codes.LEVEL)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
+# Which keys of a tile may be hidden: none, any, or only those too far behind.
+SHOWN, EDGES, BEHIND = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
 # Numbers of a call that no kernel is compiled again for.
 SIZES = (
     *("table_stride", "mask_stride", "batch", "heads", "key_heads", "queries", "keys", "blocks", "span_blocks"),
@@ -47,7 +50,7 @@ def scores(  # type: ignore[no-untyped-def]
     product, position, key, first, last, scale, slope, ahead, table, here,
     MASKED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores of a tile from q·k; hidden ones are −∞ where MASKED.
+    """Return the scores of a tile from q·k; hidden ones, of those that MASKED says may be, are −∞.
 
     With keys behind the query alone, ALiBi's bias is a number a key, slope·(key − here): what it lacks,
     −slope·(position − here), is the same along a row, and `row_term` adds it to the log-sum-exp.
@@ -61,18 +64,20 @@ def scores(  # type: ignore[no-untyped-def]
             score += slope * (key - here).to(tl.float32)
     if BIAS == TABLE or BIAS == LEVEL:  # noqa: SIM109
         place = table - key.to(tl.int64) + position.to(tl.int64)  # in 64 bits, offsets become part of the instruction
-        if MASKED:
-            score += tl.load(place, mask=is_seen(key, first, last, MASK), other=0.0)
+        if MASKED != SHOWN:
+            score += tl.load(place, mask=is_seen(key, first, last, MASKED, MASK), other=0.0)
         else:
             score += tl.load(place)
-    if MASKED:
-        score = tl.where(is_seen(key, first, last, MASK), score, float("-inf"))
+    if MASKED != SHOWN:
+        score = tl.where(is_seen(key, first, last, MASKED, MASK), score, float("-inf"))
     return score
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def is_seen(key, first, last, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return whether a query sees a key; with nothing hidden behind it, only the last is asked for."""
+def is_seen(key, first, last, MASKED: tl.constexpr, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return whether a query sees a key, asking only for the edge of its interval that may lie here."""
+    if MASKED == BEHIND:
+        return key >= first
     if MASK == CAUSAL or MASK == FULL:  # noqa: SIM109 (Triton knows no `in`)
         return key <= last
     return (key >= first) & (key <= last)
