@@ -45,7 +45,7 @@ def pull_queries(  # type: ignore[no-untyped-def]
     BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, MASKED: tl.constexpr, SLOPES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys [lo, hi) give to the gradient of a block of queries, and to that of its slope."""
-    STAGES: tl.constexpr = 1 if BIAS == LEVEL else None
+    STAGES: tl.constexpr = 1 if BIAS == LEVEL else None  # else a table's entries would take shared memory as well
     for start in tl.range(lo, hi, N, num_stages=STAGES):
         start = tl.multiple_of(start, N)
         key = start + tl.arange(0, N)
@@ -209,7 +209,7 @@ def pull_keys(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what blocks of queries give to the gradients of a block of keys and values."""
-    STAGES: tl.constexpr = 1 if BIAS == LEVEL else None
+    STAGES: tl.constexpr = 1 if BIAS == LEVEL else None  # else a table's entries would take shared memory as well
     for block in tl.range(from_block, to_block, num_stages=STAGES):
         start = block * M
         row = start + tl.arange(0, M)

@@ -59,7 +59,7 @@ def absorb(  # type: ignore[no-untyped-def]
     rounded alike whatever else was read. STAYING: the one it was; nothing then has to be searched or rescaled.
     `even` is a bias that all of them have.
     """
-    STAGES: tl.constexpr = 1 if BIAS == LEVEL else None
+    STAGES: tl.constexpr = 1 if BIAS == LEVEL else None  # else a table's entries would take shared memory as well
     for start in tl.range(lo, hi, N, num_stages=STAGES):
         start = tl.multiple_of(start, N)
         key = start + tl.arange(0, N)
