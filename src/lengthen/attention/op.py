@@ -245,6 +245,7 @@ def _check_key_norm(key_norm: object, q: Tensor, k: Tensor) -> None:
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse what is no set of queries, keys and values."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {describe(x)}")

@@ -197,6 +197,7 @@ def main(part: str) -> None:
         warps: int,
         stages: int,
         registers: int | None = None,
+        known: Any = None,
     ) -> None:
         kernel = self.kernel
         if kernel.__name__ not in asked:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lengthen.attention.kernels import backward, ball, decoding, forward, repair, shapes, table
 from lengthen.attention.kernels.codes import CAUSAL, FULL, GIVEN, LEVEL, LINEAR, LISTED, MEASURED, NO_REACH, NONE, TABLE
-from lengthen.attention.kernels.launcher import Launcher
+from lengthen.attention.kernels.launcher import Launcher, facts
 from lengthen.attention.kernels.shapes import Shape
 
 LOG2E = math.log2(math.e)
@@ -130,6 +130,9 @@ def _joined(behind: Tensor, ahead: Tensor | None, two_sided: bool) -> tuple[Tens
 def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tensor, key_norm: Tensor | None) -> None:
     """Launch the forward into its results; notes must be 0."""
     q, k, v, shape = call.q, call.k, call.v, call.shape("forward")
+    strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(out), call.group)
+    given = q if key_norm is None else key_norm
+    known = facts((q, k, v, out, lse, spans, notes, *call.biases, given), strides)  # a new tensor is always aligned
     reach, centre = NO_REACH, q
     if call.linear and key_norm is not None and call.tolerance > 0:
         reach = GIVEN
@@ -145,12 +148,12 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tens
             (call.widths[0], call.widths[2], BALL_ROWS, 1 << (call.heads - 1).bit_length()),
             warps=4,
             stages=3,
+            known=known,
         )
-    strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(out), call.group)
     blocks = spans.shape[3]
     _forward(
         (blocks * call.batch, call.heads, 1),
-        (q, k, v, out, lse, spans, notes, *call.biases, centre, q if key_norm is None else key_norm),
+        (q, k, v, out, lse, spans, notes, *call.biases, centre, given),
         strides,
         call.sizes(blocks),
         (call.scale, call.exact),
@@ -161,6 +164,7 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tens
         shape.warps,
         shape.stages,
         shape.registers,
+        known,
     )
     blocks = -(-call.queries // REPAIRED)
     _repair(
@@ -172,6 +176,7 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tens
         (*call.widths, REPAIRED, REPAIRED, call.mask, call.bias, call.two_sided, call.rates is not None),
         warps=4,
         stages=1,
+        known=known,
     )
 
 

@@ -16,6 +16,19 @@ from triton.runtime.errors import OutOfResources
 LARGEST = 2**31 - 1  # a number above it is passed in 64 bits
 
 
+Facts = tuple[Any, ...]
+
+
+def facts(tensors: tuple[Tensor, ...], strides: tuple[int, ...]) -> Facts:
+    """Return what decides over a variant, but for constants."""
+    return (
+        tensors[0].device,
+        *[t.dtype for t in tensors],
+        *[t.data_ptr() % 16 == 0 for t in tensors],
+        *[(n % 16 == 0) + 2 * (n == 1) + 4 * (n > LARGEST) for n in strides],
+    )
+
+
 class Launcher:
     """A kernel whose arguments are tensors, strides, sizes, floats and constants, in this order."""
 
@@ -34,19 +47,10 @@ class Launcher:
         warps: int,
         stages: int,
         registers: int | None = None,
+        known: Facts | None = None,
     ) -> None:
-        """Launch on the current stream of the tensors' device."""
-        first = tensors[0]
-        key = (
-            first.device,
-            tuple([t.dtype for t in tensors]),
-            tuple([t.data_ptr() % 16 == 0 for t in tensors]),
-            tuple([(n % 16 == 0) + 2 * (n == 1) + 4 * (n > LARGEST) for n in strides]),
-            constants,
-            warps,
-            stages,
-            registers,
-        )
+        """Launch on the current stream of the tensors' device; `known` are facts of other tensors and strides."""
+        key = (facts(tensors, strides) if known is None else known, constants, warps, stages, registers)
         compiled = self.kept.get(key)
         if compiled is not None:
             compiled[grid](*tensors, *strides, *sizes, *floats, *constants)
@@ -61,5 +65,5 @@ class Launcher:
                     raise
             else:
                 break
-        if first.is_cuda:  # the interpreter compiles nothing
+        if tensors[0].is_cuda:  # the interpreter compiles nothing
             self.kept[key] = compiled
