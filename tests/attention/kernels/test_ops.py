@@ -1,5 +1,6 @@
 """The registered ops and the call before them: torch's own checks, torch.compile, what is refused, strides."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -301,3 +302,25 @@ def test_on_a_cpu_the_call_does_not_pick_them(qkv: Callable[..., Call], monkeypa
         lengthen.attention(**qkv(1, 2, 40, 16), bias=bias, return_lse=True)
     with pytest.raises(AssertionError, match="picked"):
         lengthen.attention(**qkv(1, 2, 40, 16), backend="triton")
+
+
+@pytest.mark.parametrize("queries", [1, 20], ids=["decoded", "many"])
+def test_a_grid_holds_a_batch_of_any_size(
+    queries: int, qkv: Callable[..., Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grids: dict[str, tuple[int, int, int]] = {}
+
+    def launch(self: Any, grid: tuple[int, int, int], *_: Any, **__: Any) -> None:
+        grids[self.kernel.__name__] = grid
+
+    monkeypatch.setattr(importlib.import_module("lengthen.attention.kernels.launcher").Launcher, "__call__", launch)
+    batch = 70_000
+    call = qkv(batch, 2, queries, 1, keys=20) | {"bias": Linear(torch.tensor([0.5, 0.1]))}
+    q, k, v = (call[name].requires_grad_(queries > 1) for name in "qkv")
+    out = lengthen.attention(**call, backend="triton")
+    if queries > 1:
+        torch.autograd.grad(out.sum(), [q, k, v])
+    expected = {"split", "join"} if queries == 1 else {"ball", "forward", "repair", "of_queries", "of_keys"}
+    assert set(grids) == expected
+    assert all(grid[0] >= batch or name == "repair" for name, grid in grids.items())
+    assert all(max(grid[1:]) <= 65_535 for grid in grids.values())

@@ -26,7 +26,7 @@ def ball(  # type: ignore[no-untyped-def]
     """Write the centre `[batch·key_heads, D]` and the radius, as bits, of one head of keys; ∞ where nobody asks."""
     radius = notes
     order = radius + batch * key_heads + 2 * batch * heads + 1
-    part, head = tl.program_id(0), tl.program_id(1)
+    head, part = tl.program_id(0), tl.program_id(1)
     one = tl.arange(0, HEADS)
     slope = tl.load(slopes + one, mask=one < heads, other=float("inf"))
     if part == 0 and head == 0:  # the flattest head reads most: it comes first, so that the last to finish are short

@@ -53,7 +53,7 @@ def split(  # type: ignore[no-untyped-def]
     REACH: tl.constexpr, SEVERAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write one share of one head of keys: Σ weight·v, Σ weight and the score whose weight is 1, for every row."""
-    program, b = tl.program_id(0), tl.program_id(1)
+    b, program = tl.program_id(0), tl.program_id(1)
     count, ends = shares(slopes, group, key_heads, keys, splits, N, HEADS, GROUP, REACH)
     one = tl.arange(0, HEADS)
     key_head = tl.sum(((one < key_heads) & (ends <= program)).to(tl.int32), 0)
@@ -107,7 +107,7 @@ def split(  # type: ignore[no-untyped-def]
         lo = lowest(needed, here, lo, near, N)
     if share == 0:
         tl.store(lows + head, lo)
-        tl.store(lows + tl.num_programs(1) * key_heads + head, hi)
+        tl.store(lows + tl.num_programs(0) * key_heads + head, hi)
 
     each = (above(hi - lo, N) // N + each_of - 1) // each_of * N
     from_key = lo + share * each
@@ -177,7 +177,7 @@ def join(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
     """Write a row's output and lse from its shares."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    head, row = tl.program_id(0), tl.program_id(1)
     b, key_head = head // key_heads, head % key_heads
     h, query = key_head * group + row // queries, row % queries
     counts, ends = shares(slopes, group, key_heads, keys, splits, N, HEADS, GROUP, REACH)

@@ -1,4 +1,7 @@
-"""Grids, block shapes and arguments: between the registered ops and the kernels."""
+"""Grids, block shapes and arguments: between the registered ops and the kernels.
+
+CUDA lets a grid's second number be 65,535 at most, so what grows with a batch is the first.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +143,7 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tens
         reach = MEASURED
         centre = q.new_empty(call.batch * call.key_heads * call.widths[0], dtype=torch.float32)
         _ball(
-            (-(-call.keys // BALL_KEYS), call.batch * call.key_heads, 1),
+            (call.batch * call.key_heads, -(-call.keys // BALL_KEYS), 1),
             (k, centre, notes, call.slopes),
             _strides(k),
             (call.batch, call.key_heads, call.heads, call.keys, BALL_KEYS),
@@ -183,7 +186,7 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tens
 def run_decode(call: Call, out: Tensor, lse: Tensor, lows: Tensor, key_norm: Tensor | None) -> None:
     """Launch the kernels for few queries into their results."""
     q, k, v, shape = call.q, call.k, call.v, call.shape("decode")
-    rows, of_keys = call.group * call.queries, call.batch * call.key_heads
+    rows = call.group * call.queries
     programs = max(
         call.key_heads, min(MOST_SPLITS, DECODERS // call.batch, call.key_heads * -(-call.keys // shape.keys))
     )
@@ -193,7 +196,7 @@ def run_decode(call: Call, out: Tensor, lse: Tensor, lows: Tensor, key_norm: Ten
     cut = (shape.keys, 1 << (call.key_heads - 1).bit_length(), 1 << (call.group - 1).bit_length())
     norms = q if key_norm is None else key_norm
     _split(
-        (programs, call.batch, 1),
+        (call.batch, programs, 1),
         (q, k, v, parts, units, totals, lows, *call.biases[:5], norms),
         (*_strides(q), *_strides(k), *_strides(v), call.group),
         (
@@ -209,7 +212,7 @@ def run_decode(call: Call, out: Tensor, lse: Tensor, lows: Tensor, key_norm: Ten
         shape.stages,
     )
     _join(
-        (rows, of_keys, 1),
+        (call.batch * call.key_heads, rows, 1),
         (parts, units, totals, out, lse, call.slopes),
         (*_strides(out), call.group),
         (call.key_heads, call.queries, call.keys, programs),
