@@ -1,4 +1,7 @@
-"""Chunked attention is the reference, tile by tile: forward, lse and every gradient, whatever the shapes of tiles."""
+"""Chunked attention is the reference, tile by tile: forward, lse and every gradient, whatever the shapes of tiles.
+
+One long file, since all of it draws from the same calls and cuts them into the same small tiles.
+"""
 
 import subprocess
 import sys

@@ -216,3 +216,18 @@ def test_a_table_may_be_level_from_some_distance_on(
     expected = results("reference", torch.float64)
     for name, got in results("triton", torch.float32).items():
         torch.testing.assert_close(got.double(), expected[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_far_values_of_a_level_table_are_neither_read_nor_given_a_gradient(qkv: Callable[..., Call]) -> None:
+    call = qkv(1, 2, 200, 16)
+    values = torch.randn(2, 200)
+    values[:, 20:] = values[:, 20:21]
+    plain = lengthen.attention(**call, bias=Table(values), backend="triton")
+    values = values.clone()
+    values[:, 20 + 64 :] = torch.nan  # what a whole block of queries sees from afar
+    values.requires_grad_()
+    out = lengthen.attention(**call, bias=Table(values, level=20), backend="triton")
+    torch.testing.assert_close(out, plain)
+    (gradient,) = torch.autograd.grad(out.square().sum(), values)
+    assert bool((gradient[:, :21] != 0).all())
+    assert not gradient[:, 21:].any()

@@ -18,7 +18,7 @@ from torch import Tensor
 import lengthen
 from lengthen import Bidirectional, Blockwise, Causal, Decay, Linear, Table, Window, alibi_slopes
 from lengthen.attention import kernels
-from lengthen.attention.kernels import shapes
+from lengthen.attention.kernels import codes, shapes
 from lengthen.attention.kernels.ops import decode
 from lengthen.positions.t5 import T5
 
@@ -557,3 +557,40 @@ def test_a_value_that_is_not_a_number_counts_where_a_table_hides_all_keys(qkv: C
         expected = lengthen.attention(**call, backend="reference")
     torch.testing.assert_close(out, expected, equal_nan=True)
     assert out[0, 0, 0, 0].isnan()
+
+
+tl: Any = None  # Triton's language and a kernel's part: the interpreter looks for them among a module's names
+shares_of: Any = None
+
+
+def test_flat_heads_get_most_programs_and_every_head_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = importlib.import_module("triton")
+    monkeypatch.setitem(globals(), "tl", triton.language)
+    monkeypatch.setitem(globals(), "shares_of", importlib.import_module("lengthen.attention.kernels.decoding").shares)
+
+    def cut(  # type: ignore[no-untyped-def]
+        slopes, counts, ends, group, key_heads, keys, programs,
+        HEADS: tl.constexpr, GROUP: tl.constexpr, REACH: tl.constexpr,
+    ):  # fmt: skip
+        count, end = shares_of(slopes, group, key_heads, keys, programs, 16, HEADS, GROUP, REACH)
+        one = tl.arange(0, HEADS)
+        tl.store(counts + one, count)
+        tl.store(ends + one, end)
+
+    def shares(slopes: list[float], group: int, programs: int, reach: int) -> list[int]:
+        key_heads = len(slopes) // group
+        counts, ends = torch.zeros(2, 8, dtype=torch.int32)
+        triton.jit(cut)[(1,)](torch.tensor(slopes), counts, ends, group, key_heads, 9600, programs, 8, 4, reach)
+        assert bool((ends == counts.cumsum(0)).all())
+        assert ends[-1] <= programs
+        assert not counts[key_heads:].any()
+        return counts[:key_heads].tolist()
+
+    given = codes.GIVEN
+    assert shares([0.5, 0.5, 0.5], 1, 30, codes.NO_REACH) == [9, 9, 9]
+    steep, less, flat = shares([8.0, 0.01, 0.0025], 1, 200, given)
+    assert steep == 1
+    assert 1 < less < flat / 3
+    assert shares([8.0, 8.0, 8.0], 1, 200, given) == [1, 1, 1]  # one block each: more would have nothing to read
+    assert shares([8.0, 0.0, 8.0, 8.0], 2, 200, given)[0] > 150  # the flattest of those that share keys
+    assert shares([0.1, 0.2, 0.3], 1, 3, given) == [1, 1, 1]

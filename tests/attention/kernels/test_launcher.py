@@ -89,6 +89,14 @@ def test_what_decides_over_a_variant_gives_another(other: dict[str, Any]) -> Non
     assert len(kernel.compiled) == 2
 
 
+def test_facts_that_are_known_are_not_looked_for() -> None:
+    kernel = Kernel()
+    launcher = Launcher(kernel)
+    for strides, known in (((16, 3), ("a",)), ((17, 3), ("a",)), ((17, 3), ("b",))):
+        launch(launcher, strides=strides, known=known)
+    assert len(kernel.compiled) == 2
+
+
 def test_a_gpu_with_less_memory_gets_fewer_stages() -> None:
     kernel = Kernel(most_stages=1)
     launcher = Launcher(kernel)

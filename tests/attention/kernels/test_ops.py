@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lengthen
 from lengthen import Bidirectional, Causal, Decay, Linear, Table, Window
 from lengthen.attention import Mask, kernels
-from lengthen.attention.kernels.ops import attend
+from lengthen.attention.kernels.ops import attend, unwatched
 
 Call = dict[str, Any]
 
@@ -108,6 +108,13 @@ def test_vmap_calls_it_for_each(qkv: Callable[..., Call]) -> None:
 
     several = torch.randn(2, 1, 1, 10, 16)
     assert torch.equal(torch.func.vmap(layer)(several), torch.stack([layer(q) for q in several]))
+
+
+def test_a_plain_call_is_unwatched() -> None:
+    x = torch.zeros(3)
+    assert unwatched(x, x)
+    assert not unwatched(x, torch.nn.Parameter(x))
+    assert torch.func.vmap(lambda y: y * unwatched(y))(x + 1).sum() == 0
 
 
 def test_a_mode_of_torch_s_sees_the_op(qkv: Callable[..., Call]) -> None:

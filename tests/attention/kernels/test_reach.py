@@ -1,5 +1,6 @@
 """Reach inside the kernels: what is left unread never weighs more than the tolerance, and steep heads read little."""
 
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -171,9 +172,9 @@ def test_two_sides_reach_as_far_as_their_own_slopes_let_them(qkv: Callable[..., 
 
 
 @pytest.mark.parametrize("highest", ["near", "far", "both"])
-@pytest.mark.parametrize("slope", [2.0, 0.1])
-def test_scores_may_be_far_apart(highest: str, slope: float, qkv: Callable[..., Call]) -> None:
-    call = qkv(1, 1, 120, 16) | {"bias": Linear(torch.tensor([slope])), "tolerance": 1e-6}
+@pytest.mark.parametrize(("slope", "tolerance"), [(2.0, 1e-6), (0.1, 1e-6), (0.1, 0)])
+def test_scores_may_be_far_apart(highest: str, slope: float, tolerance: float, qkv: Callable[..., Call]) -> None:
+    call = qkv(1, 1, 120, 16) | {"bias": Linear(torch.tensor([slope])), "tolerance": tolerance}
     call["q"] = 30 * (1 + 0.01 * call["q"])
     call["k"] = torch.ones_like(call["k"]) * (torch.randn(120, 1) if highest == "both" else 1)
     call["k"][:, :, slice(60, None) if highest == "far" else slice(0, 60)] *= -1
@@ -183,6 +184,23 @@ def test_scores_may_be_far_apart(highest: str, slope: float, qkv: Callable[..., 
     assert expected[1].abs().max() > 100
     for ours, theirs in zip(got, expected, strict=True):  # scores themselves are rounded
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_keys_of_flat_heads_alone_are_not_measured(
+    key_heads: int, qkv: Callable[..., Call], share_read: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ball = importlib.import_module("lengthen.attention.kernels.ball")
+    monkeypatch.setattr(ball, "FLAT", type(ball.FLAT)(30.0))
+    slopes = torch.tensor([2.0, 0.28, 0.1, 0.28])  # over 100 keys a bias of 200, 28, 10, 28
+    call = qkv(1, 4, 100, 16, key_heads=key_heads) | {"bias": Linear(slopes), "tolerance": 0.2}
+    call["k"] *= 0.01  # so that all but the flattest would leave keys unread
+    read = share_read(call)
+    assert read[0] < 1
+    assert bool((read[2:] == 1).all())
+    assert bool(read[1] < 1) == (key_heads == 2)  # its keys are measured for the steep head beside it
+    monkeypatch.setattr(ball, "FLAT", type(ball.FLAT)(0.0))
+    assert bool((share_read(call)[[0, 1, 3]] < 1).all())
 
 
 def test_a_bound_far_above_all_scores_loses_nothing(

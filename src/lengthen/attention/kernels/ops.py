@@ -76,7 +76,7 @@ def _results(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def unwatched(*tensors: Tensor) -> bool:
-    """Return whether nothing wants to see the ops, so that a call may leave out torch's dispatcher (some 30 µs)."""
+    """Return whether nothing wants to see the ops, so that a call may leave out torch's dispatcher."""
     if torch.compiler.is_compiling() or any(type(x) is not Tensor for x in tensors):
         return False
     return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.maybe_current_level() is None
