@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -148,7 +149,9 @@ def off() -> Callable[..., dict[str, float]]:
 
         given = call | {name: leaf(f"d{name}", call[name]) for name in "qkv"}
         if call.get("bias") is not None:
-            given["bias"] = type(call["bias"])(*map(leaf, ("dbias", "dbias ahead"), call["bias"].tensors))
+            behind, ahead = map(leaf, ("dbias", "dbias ahead"), call["bias"].tensors)
+            name = "slopes" if isinstance(call["bias"], Linear) else "values"
+            given["bias"] = replace(call["bias"], **{name: behind, "ahead": ahead})
         out, lse = lengthen.attention(**given, backend=backend, return_lse=True)
         generator = torch.Generator().manual_seed(7)
         d_out = torch.randn(out.shape, generator=generator).to(call["q"])  # rounded as out's own dtype would have it

@@ -104,7 +104,20 @@ def test_a_decay_is_the_reference_s(
     call = qkv(2 if " " in mask else 1, 2, 50, 16, keys=80, key_heads=1) | {"mask": mask_of(mask, 80)}
     call["bias"] = bias_of(bias, call)
     rates = 0.8 + 0.2 * torch.rand((2, 16) if own else (16,), dtype=torch.float64)
-    call["decay"] = Decay(rates)
+    assert_decayed(call | {"decay": Decay(rates)}, bias)
+
+
+def test_a_decay_nearly_too_fast_for_a_segment_is_the_reference_s(
+    qkv: Callable[..., Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "SEGMENT_UNIT", 32)
+    call = qkv(1, 2, 150, 16) | {"decay": Decay(torch.linspace(2**-0.98, 1, 16, dtype=torch.float64)), "bias": None}
+    assert kernels._segment(call["decay"], torch.float32) == 64  # over which a key grows by 2⁶²
+    assert_decayed(call, "none")
+
+
+def assert_decayed(call: Call, bias: str) -> None:
+    """Check out, lse and the gradients of a call with a decay against the reference in float64."""
     grads, outs = [], []
     for backend, dtype in (("triton", torch.float32), ("reference", torch.float64)):
         leaves = [call[name].to(dtype).requires_grad_() for name in "qkv"]

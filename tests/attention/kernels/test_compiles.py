@@ -48,7 +48,7 @@ CASES: dict[str, Callable[[], list[Case]]] = {
         ("forward", {"mask": Window(100), "bias": slopes(), "key_norm": True}),
         ("forward repair", {"mask": Bidirectional(), "bias": slopes()}),
         ("forward repair", {"mask": padded(Blockwise(64)), "bias": table()}),
-        ("forward repair", {"mask": Blockwise(64), "decay": DECAY}),
+        ("scale_rows forward repair", {"mask": Blockwise(64), "decay": DECAY}),
         ("forward", {"mask": Causal(), "bias": table(level=100)}),
         ("forward", {"mask": Causal(), "bias": slopes(), "dtype": torch.float16}),
         ("forward", {"mask": Causal(), "dtype": torch.float32}),
@@ -58,7 +58,7 @@ CASES: dict[str, Callable[[], list[Case]]] = {
         ("of_queries of_keys", {"mask": Bidirectional(), "bias": slopes(), "wanted": "all"}),
         ("of_queries of_keys", {"mask": Window(100), "queries": KEYS - 1, "wanted": "out"}),
         ("of_queries of_keys", {"mask": Causal(), "bias": table(level=100), "wanted": "out"}),
-        ("of_queries of_keys", {"mask": Blockwise(64), "decay": DECAY, "wanted": "out"}),
+        ("scale_rows of_queries of_keys", {"mask": Blockwise(64), "decay": DECAY, "wanted": "out"}),
         ("of_queries of_keys gather fold", {"mask": padded(Causal()), "bias": table(), "wanted": "all"}),
         ("gather", {"mask": Bidirectional(), "bias": table(), "wanted": "out"}),
         ("of_queries of_keys", {"mask": Causal(), "dtype": torch.float32, "wanted": "out"}),
@@ -66,7 +66,7 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "decoding": lambda: [
         ("split join", {"queries": 1, "mask": Causal(), "bias": slopes(), "key_norm": True}),
         ("split", {"queries": 3, "mask": Window(100), "bias": slopes(), "key_norm": True}),
-        ("split", {"queries": 1, "mask": Blockwise(64)}),
+        ("split", {"queries": 1, "mask": Blockwise(64), "dtype": torch.float16}),
         ("split", {"queries": 2, "mask": Bidirectional(), "bias": slopes()}),
         ("split", {"queries": 4, "mask": padded(Causal()), "bias": table()}),
         ("split join", {"queries": 2, "mask": Causal(), "bias": slopes(), "key_norm": True, "dtype": torch.float32}),
@@ -79,6 +79,7 @@ PLAIN: dict[str, set[Any]] = {"MASK": MASKS, "BIAS": {*BIASES, 3}, "TWO_SIDED": 
 BRANCHES: dict[str, dict[str, dict[str, set[Any]]]] = {
     "forward": {
         "ball": {},
+        "scale_rows": {"GROW": {True}},
         "forward": PLAIN | {"REACH": {0, 1, 2}, "STEADY": EITHER, "DECAY": EITHER},
         "repair": {"MASK": {2, 3, 4}, "BIAS": BIASES, "TWO_SIDED": EITHER, "DECAY": EITHER},
     },
@@ -86,9 +87,10 @@ BRANCHES: dict[str, dict[str, dict[str, set[Any]]]] = {
         "of_queries": PLAIN | {"SLOPES": EITHER, "ORDERED": EITHER, "LSE": EITHER, "DECAY": EITHER},
         "of_keys": PLAIN | {"ORDERED": EITHER, "DECAY": EITHER, "FILLED": EITHER},
         "gather": {"MASK": {3, 4}},
+        "scale_rows": {"GROW": EITHER},
         "fold": {},
     },
-    "decoding": {"split": PLAIN | {"BIAS": BIASES, "REACH": {0, 2}, "SEVERAL": EITHER}, "join": {}},
+    "decoding": {"split": PLAIN | {"BIAS": BIASES, "REACH": {0, 2}, "STEADY": EITHER, "SEVERAL": EITHER}, "join": {}},
 }
 
 
@@ -198,6 +200,7 @@ def main(part: str) -> None:
         stages: int,
         registers: int | None = None,
         known: Any = None,
+        early: bool = False,
     ) -> None:
         kernel = self.kernel
         if kernel.__name__ not in asked:
@@ -213,6 +216,9 @@ def main(part: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launcher, "__call__", launch)
+        patch.setattr(
+            importlib.import_module("lengthen.attention.kernels.launch"), "lets_begin_early", lambda device: True
+        )
         for names, call in CASES[part]():
             asked.clear()
             asked.update(names.split())

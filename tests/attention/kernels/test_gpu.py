@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import lengthen
-from lengthen import Bidirectional, Causal, Linear, Table, Window, alibi_slopes
+from lengthen import Bidirectional, Causal, Decay, Linear, Table, Window, alibi_slopes
 from lengthen.attention import kernels
 
 pytestmark = [
@@ -97,6 +97,63 @@ def test_is_the_reference_for_many_shapes(
         call["bias"] = bias_of(bias, call)
         call["tolerance"] = draw.choice([None, 0])
         assert_off(off(call), dtype, length)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("mask", "head_dim"), [("causal", 64), ("window", 64), ("blockwise", 128)])
+def test_a_decay_is_the_reference_s(
+    mask: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    qkv: Callable[..., Call],
+    mask_of: Callable[..., Any],
+    off: Callable[..., dict[str, float]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernels, "SEGMENT", 256)  # so that 700 keys are in three
+    for queries, heads, key_heads in ((700, 2, 2), (333, 4, 2)):
+        call = qkv(2, heads, queries, head_dim, keys=700, key_heads=key_heads, dtype=dtype, device="cuda")
+        rates = torch.linspace(0.99, 1, head_dim, dtype=torch.float64, device="cuda")
+        call |= {"mask": mask_of(mask, 700, device="cuda"), "decay": Decay(rates)}
+        # Queries and keys are rounded once more, with the decay in them.
+        assert all(error <= 3 * WITHIN[dtype][1] for error in off(call).values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("level", [1, 64, 100, 449, 699])
+def test_a_table_with_a_level_is_the_reference_s(level: int, dtype: torch.dtype, qkv: Callable[..., Call]) -> None:
+    bucket = torch.arange(700, device="cuda").clamp(max=level)
+    for queries in (700, 450):
+        call = qkv(2, 2, queries, 64, keys=700, dtype=dtype, device="cuda")
+        weight, d_out = torch.randn(2, level + 1, device="cuda"), torch.randn(call["q"].shape, device="cuda")
+        found = []
+        for backend, as_dtype in (("triton", dtype), ("reference", torch.float64)):
+            leaves = [call[name].detach().to(as_dtype).requires_grad_() for name in "qkv"]
+            leaves.append(weight.to(torch.float32 if backend == "triton" else as_dtype).requires_grad_())
+            out = lengthen.attention(*leaves[:3], Table(leaves[3][:, bucket], level=level), backend=backend)
+            found.append([out, *torch.autograd.grad(out, leaves, d_out.to(dtype).to(as_dtype))])
+        for ours, theirs, within in zip(
+            *found, (WITHIN[dtype][0], *[WITHIN[dtype][1]] * 3, WITHIN[dtype][2]), strict=True
+        ):
+            assert (ours.double() - theirs).norm() <= within * theirs.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("bias", ["linear", "none", "table"])
+def test_few_queries_against_many_keys_are_the_reference_s(
+    bias: str, head_dim: int, dtype: torch.dtype, qkv: Callable[..., Call], bias_of: Callable[..., Any]
+) -> None:
+    for batch, heads, key_heads, queries, keys in ((1, 8, 8, 1, 5000), (3, 8, 2, 1, 3000), (2, 4, 2, 5, 777)):
+        call = qkv(batch, heads, queries, head_dim, keys=keys, key_heads=key_heads, dtype=dtype, device="cuda")
+        call["bias"] = Linear(alibi_slopes(heads).cuda()) if bias == "linear" else bias_of(bias, call)
+        norm = torch.linalg.vector_norm(call["k"], dim=-1, dtype=torch.float32).amax(-1) * 1.001
+        wide = call | {name: call[name].double() for name in "qkv"}
+        expected, log_sum = lengthen.attention(**wide, backend="reference", return_lse=True)
+        for known in ({}, {"key_norm": norm}, {"key_norm": 100 * norm}):  # the last: as if scores might be very high
+            out, lse = lengthen.attention(**call, **known, backend="triton", return_lse=True)
+            assert (out.double() - expected).norm() <= WITHIN[dtype][0] * expected.norm()
+            torch.testing.assert_close(lse.double(), log_sum, rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
 @pytest.mark.parametrize("q_start", [-100, -17, 30, 300, 411, 900])
@@ -227,6 +284,26 @@ def test_compiled_into_one_graph_for_all_lengths(qkv: Callable[..., Call]) -> No
         for length in (256, 640, 1111):
             step(length)
     torch.compiler.reset()
+
+
+def test_the_ops_are_what_torch_asks_of_ops(alibi: Call) -> None:
+    q, k, v = (alibi[name].detach().requires_grad_() for name in "qkv")
+    slopes, norm = alibi["bias"].slopes, torch.full((2, 2), 30.0, device="cuda")
+    numbers = (0, 0, True, False, 0.125, 0, 1e-3, 0, -1)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    arguments = (q[:, :, :100], k[:, :, :100], v[:, :, :100], slopes, *[None] * 5, *numbers)
+    torch.library.opcheck(torch.ops.lengthen.attend.default, arguments, test_utils=checks)
+    few = (q[:, :, :1].detach(), k.detach(), v.detach(), slopes, *[None] * 4, norm, *numbers[:5], 899, *numbers[6:])
+    torch.library.opcheck(torch.ops.lengthen.decode.default, few, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_autocast_changes_nothing_and_forward_mode_is_refused(alibi: Call) -> None:
+    expected = lengthen.attention(**alibi)
+    with torch.autocast("cuda", torch.float16):
+        assert torch.equal(lengthen.attention(**alibi), expected)
+    rest = {name: x for name, x in alibi.items() if name != "q"}
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda q: lengthen.attention(q, **rest), (alibi["q"],), (torch.ones_like(alibi["q"]),))
 
 
 def test_the_call_picks_the_kernels(alibi: Call, monkeypatch: pytest.MonkeyPatch) -> None:

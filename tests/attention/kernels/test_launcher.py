@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.errors import OutOfResources
 
-from lengthen.attention.kernels.launcher import Launcher
+from lengthen.attention.kernels.launcher import Launcher, runtime
 
 
 class Kernel:
@@ -28,12 +29,34 @@ class Kernel:
                 raise OutOfResources(300_000, 101_376, "shared memory")
             self.compiled.append(options)
             self.launched.append((grid, *arguments))
-            return {one: self.launcher(one) for one in ((1, 1, 1), (2, 1, 1))}
+            return Compiled(self)
 
         return compile_and_launch
 
-    def launcher(self, grid: tuple[int, int, int]) -> Any:
-        return lambda *arguments: self.launched.append((grid, *arguments))
+
+class Compiled:
+    """A compiled kernel as far as the launcher knows it: `[grid]` lets profilers look on, `run` does not."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.watched = 0
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        self.watched += 1
+        return lambda *arguments: self.kernel.launched.append((grid, *arguments))
+
+    def run(self, x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
+        assert (stream, *arguments[:5]) == (7, "function", "metadata", None, None, None)
+        self.kernel.launched.append(((x, y, z), *arguments[5:]))
+
+
+@pytest.fixture(autouse=True)
+def stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the CPU's tensors be on a stream."""
+    module = importlib.import_module("lengthen.attention.kernels.launcher")
+    monkeypatch.setattr(module, "_current_stream", lambda device: 7)
 
 
 class OnGpu(torch.Tensor):
@@ -103,6 +126,16 @@ def test_a_gpu_with_less_memory_gets_fewer_stages() -> None:
     launch(launcher)
     launch(launcher)
     assert [options["num_stages"] for options in kernel.compiled] == [1]
+    assert len(kernel.launched) == 2
+
+
+def test_a_profiler_sees_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel()
+    launcher = Launcher(kernel)
+    launch(launcher)
+    monkeypatch.setattr(runtime.launch_enter_hook, "calls", [print])
+    launch(launcher)
+    assert [one.watched for one in launcher.kept.values()] == [1]
     assert len(kernel.launched) == 2
 
 

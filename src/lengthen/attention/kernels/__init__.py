@@ -31,10 +31,11 @@ from lengthen.attention.biases import Bias, Decay, Linear, Table
 from lengthen.attention.kernels import codes, shapes
 from lengthen.attention.kernels.ops import attend, decode, run_attend, run_decode, unwatched
 from lengthen.attention.masks import Bidirectional, Blockwise, Causal, Mask, Window
-from lengthen.attention.native import LEAST_POWER
 
 WIDEST = 256  # features of a key or value
 SEGMENT, SEGMENT_UNIT = 1 << 16, 128  # keys that a decay is scaled into from one start: at most, and a divisor of it
+# log₂ of how small a decay's power may get within a segment, and so how large in its keys: far from the dtype's ends.
+LEAST_POWER = {torch.float16: -5, torch.bfloat16: -64, torch.float32: -64}
 
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -87,7 +88,7 @@ def _undecayable(q: Tensor, bias: Bias | None, decay: Decay, mask: Mask) -> str:
 def _segment(decay: Decay, dtype: torch.dtype) -> int:
     """Return over how many keys a decay may be scaled into them inside what the dtype can hold; 0: too few."""
     floor = float(decay.rates.detach().min()) if decay.floor is None else decay.floor
-    most = SEGMENT if floor >= 1 else min(SEGMENT, int(math.log2(LEAST_POWER[dtype]) / math.log2(floor)))
+    most = SEGMENT if floor >= 1 else min(SEGMENT, int(LEAST_POWER[dtype] / math.log2(floor)))
     return most // SEGMENT_UNIT * SEGMENT_UNIT
 
 
@@ -106,11 +107,12 @@ def attention(
     """Return out and lse; only for calls that `unfit` has no word against."""
     if not torch.compiler.is_compiling() and getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
         raise RuntimeError("lengthen.attention: the kernels have no forward-mode derivative; backend='reference' has")
+    behind, ahead = bias.tensors if bias is not None else (None, None)
+    pulled = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, behind, ahead))
+    direct = not pulled and unwatched(q, k, v)
     arguments = _arguments(q, k, v, bias, decay, mask, scale, q_start, tolerance, key_norm)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:5]):
-        return attend(*arguments)[:2]  # type: ignore[no-any-return]
-    few = decay is None and shapes.few(q.shape[2], q.shape[1] // k.shape[1])
-    if unwatched(q, k, v):
+    few = not pulled and decay is None and shapes.few(q.shape[2], q.shape[1] // k.shape[1])
+    if direct:
         return (run_decode if few else run_attend)(*arguments)[:2]
     return (decode if few else attend)(*arguments)[:2]  # type: ignore[no-any-return]
 
@@ -187,27 +189,37 @@ def _arguments(
 
 def _scaled(q: Tensor, k: Tensor, v: Tensor, decay: Decay, segment: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys scaled from the start of their segment, their values, and the rates `[heads, head_dim]` by log 2."""
-    rates = decay.rates.double().log2().reshape(-1, q.shape[3])
-    steps = torch.arange(min(segment, k.shape[2]), device=k.device)
-    growth = torch.exp2(-rates.unsqueeze(1) * steps.unsqueeze(-1)).float()
-    growth = growth.repeat(1, -(-k.shape[2] // segment), 1)[:, : k.shape[2]]  # the same in every segment
-    if rates.shape[0] > 1 and k.shape[1] != q.shape[1]:  # a decay of each head's own, and heads that share keys
+    rates = decay.rates.double().log2().float().expand(q.shape[1], -1).contiguous()
+    if decay.rates.dim() > 1 and k.shape[1] != q.shape[1]:  # a decay of each head's own, and heads that share keys
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    k = Multiplied.apply(k, growth) if unwatched(k) else (k * growth).to(k.dtype)  # type: ignore[no-untyped-call]
-    return k, v, rates.float().expand(q.shape[1], -1).contiguous()
+    if unwatched(k):
+        k = Grown.apply(k, rates, segment)  # type: ignore[no-untyped-call]
+    else:  # torch.compile makes one pass of it
+        steps = torch.arange(k.shape[2], device=k.device) % segment
+        k = (k * torch.exp2(-rates[: k.shape[1]].unsqueeze(1) * steps.unsqueeze(-1))).to(k.dtype)
+    return k, v, rates
 
 
-class Multiplied(torch.autograd.Function):
-    """x·factor, rounded to x's dtype, in one pass each way; the expression would write float32 in between."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
-        """Return the product."""
-        ctx.save_for_backward(factor)
-        return torch.mul(x, factor, out=torch.empty_like(x))
+class Grown(torch.autograd.Function):
+    """x divided by its decay since the start of its segment, in one pass each way."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of x; the factor has none."""
-        (factor,) = ctx.saved_tensors
-        return torch.mul(gradient, factor, out=torch.empty_like(gradient)), None
+    def forward(ctx: Any, x: Tensor, rates: Tensor, segment: int) -> Tensor:
+        """Return the keys that go into the kernels."""
+        ctx.save_for_backward(rates)
+        ctx.segment = segment
+        return _grown(x, rates, segment)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of x; nothing else has one."""
+        (rates,) = ctx.saved_tensors
+        return _grown(gradient, rates, ctx.segment), None, None
+
+
+def _grown(x: Tensor, rates: Tensor, segment: int) -> Tensor:
+    from lengthen.attention.kernels.launch import scaled_rows
+
+    x = x if x.stride(3) == 1 else x.contiguous()
+    with torch.cuda.device(x.get_device()):
+        return scaled_rows(x, rates, segment, grow=True)

@@ -26,12 +26,16 @@ from lengthen.attention.kernels.tile import (
     WINDOW,
     below,
     beyond,
+    entries,
+    faded_rows,
     fading,
     interval,
+    let_next_begin,
     load,
     row_term,
     scores,
     visible,
+    wait_for_last,
 )
 
 SCAN = tl.constexpr(128)  # blocks of queries that `of_keys` looks at together
@@ -45,16 +49,16 @@ def pull_queries(  # type: ignore[no-untyped-def]
     BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, MASKED: tl.constexpr, SLOPES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys [lo, hi) give to the gradient of a block of queries, and to that of its slope."""
-    STAGES: tl.constexpr = 1 if BIAS == LEVEL else None  # else a table's entries would take shared memory as well
-    for start in tl.range(lo, hi, N, num_stages=STAGES):
+    for start in tl.range(lo, hi, N):
         start = tl.multiple_of(start, N)
         key = start + tl.arange(0, N)
         base_k, base_v = k + start.to(tl.int64) * kl, v + start.to(tl.int64) * vl
         keys_here = load(base_k, tl.arange(0, N), kl, D, keys - start, WIDTH, MASKED == EDGES)
         values = load(base_v, tl.arange(0, N), vl, DV, keys - start, VALUES, MASKED == EDGES)
+        entry = entries(table, position[:, None], key[None, :], begin[:, None], end[:, None], MASKED, MASK, BIAS)
         product = tl.dot(q, tl.trans(keys_here), input_precision=PRECISION)
         score = scores(
-            product, position[:, None], key[None, :], begin[:, None], end[:, None], scale, slope, ahead, table,
+            product, position[:, None], key[None, :], begin[:, None], end[:, None], scale, slope, ahead, entry,
             here if TWO_SIDED else start, MASKED, MASK, BIAS, TWO_SIDED,
         )  # fmt: skip
         weight = tl.exp2(score - (log_sum - row_term(start, here, slope, BIAS, TWO_SIDED))[:, None])
@@ -113,12 +117,13 @@ def of_queries(  # type: ignore[no-untyped-def]
     table_stride, mask_stride, batch, heads, queries, keys, blocks, q_start, size, segment, level, span_blocks, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SPAN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, SLOPES: tl.constexpr,
-    ORDERED: tl.constexpr, LSE: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr,
+    ORDERED: tl.constexpr, LSE: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write the queries' gradient, and each block's share of the slopes'.
 
     And for the kernels after this one: lse in units of log 2, and Σ_j weight·d_weight, of each query.
     """
+    let_next_begin(EARLY)
     program = tl.program_id(0)
     block = blocks - 1 - program % blocks
     b = program // blocks % batch
@@ -170,18 +175,19 @@ def of_queries(  # type: ignore[no-untyped-def]
     along = tl.zeros([M], tl.float32)
     onward = tl.zeros([M], tl.float32)
     if DECAY:  # keys are scaled from the start of their segment: for each, so are the queries
-        at = lo
+        at, segment_lo = lo, lo // segment * segment
+        faded = faded_rows(q, row.to(tl.int64), ql, rates, h, position - segment_lo, queries, D, WIDTH)
         while at < hi:  # from the farthest, so that what is summed so far only ever fades
-            segment_lo = at // segment * segment
             until = tl.minimum(hi, segment_lo + segment)
-            faded = (queries_here * fading(rates, h, position - segment_lo, D, WIDTH)).to(queries_here.dtype)
             acc *= fading(rates, h, tl.zeros([1], tl.int32) + segment, D, WIDTH)
             acc, along, onward = pull_interval(
                 acc, along, onward, faded, d_out_here, k, v, kl, vl, at, until, full_lo, full_hi, keys, log_sum,
                 share, position, begin, end, scale2, slope, ahead, table, here, level,
                 D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, SLOPES, PRECISION,
             )  # fmt: skip
-            at = until
+            at, segment_lo = until, segment_lo + segment
+            if at < hi:
+                faded = faded_rows(q, row.to(tl.int64), ql, rates, h, position - segment_lo, queries, D, WIDTH)
         acc *= fading(rates, h, position - tl.maximum(hi - 1, 0) // segment * segment, D, WIDTH)
     else:
         acc, along, onward = pull_interval(
@@ -209,8 +215,7 @@ def pull_keys(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what blocks of queries give to the gradients of a block of keys and values."""
-    STAGES: tl.constexpr = 1 if BIAS == LEVEL else None  # else a table's entries would take shared memory as well
-    for block in tl.range(from_block, to_block, num_stages=STAGES):
+    for block in tl.range(from_block, to_block):
         start = block * M
         row = start + tl.arange(0, M)
         if not FILLED:
@@ -225,9 +230,10 @@ def pull_keys(  # type: ignore[no-untyped-def]
         begin, end = position, position
         if MASKED != SHOWN:
             begin, end = interval(row, position, first, last, keys, size, MASK)
+        entry = entries(table, position[None, :], key[:, None], begin[None, :], end[None, :], MASKED, MASK, BIAS)
         product = tl.dot(k, tl.trans(queries_here), input_precision=PRECISION)
         score = scores(
-            product, position[None, :], key[:, None], begin[None, :], end[None, :], scale, slope, ahead, table, key_lo,
+            product, position[None, :], key[:, None], begin[None, :], end[None, :], scale, slope, ahead, entry, key_lo,
             MASKED, MASK, BIAS, TWO_SIDED,
         )  # fmt: skip
         weight = tl.exp2(score - log_sum[None, :])
@@ -284,7 +290,7 @@ def of_keys(  # type: ignore[no-untyped-def]
     table_stride, mask_stride, batch, heads, queries, keys, blocks, q_start, size, segment, level, span_blocks, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SPAN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, ORDERED: tl.constexpr,
-    DECAY: tl.constexpr, FILLED: tl.constexpr, PRECISION: tl.constexpr,
+    DECAY: tl.constexpr, FILLED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of keys and values, summed over the heads of queries that share them.
 
@@ -327,6 +333,7 @@ def of_keys(  # type: ignore[no-untyped-def]
     if all_to == queries + q_start:  # rows past the end have no weight
         inner_to = (queries + (M - 1)) // M
 
+    wait_for_last(EARLY)  # of_queries writes sums and shares
     acc_k = tl.zeros([N, WIDTH], tl.float32)
     acc_v = tl.zeros([N, VALUES], tl.float32)
     for member in range(group):
@@ -364,20 +371,25 @@ def of_keys(  # type: ignore[no-untyped-def]
         base_table = table + h.to(tl.int64) * table_stride
         if DECAY:  # queries are scaled from the start of their segment of rows: for each, so are the keys
             until = to_block
-            part = tl.zeros([N, WIDTH], tl.float32)
+            part = acc_k  # zeros, where no heads share keys
+            if group > 1:
+                part = tl.zeros([N, WIDTH], tl.float32)
             steps = tl.zeros([1], tl.int32) + (q_start - key_lo // segment * segment)
+            segment_row = tl.maximum(until - 1, 0) * M // segment * segment
+            faded = faded_rows(k, key.to(tl.int64), kl, rates, h, steps + segment_row, keys, D, WIDTH)
             while until > from_block:  # from the farthest, so that what is summed so far only ever fades
-                segment_row = (until - 1) * M // segment * segment
                 at = tl.maximum(from_block, segment_row // M)
-                faded = (keys_here * fading(rates, h, steps + segment_row, D, WIDTH)).to(keys_here.dtype)
                 part *= fading(rates, h, tl.zeros([1], tl.int32) + segment, D, WIDTH)
                 part, acc_v = pull_rows(
                     part, acc_v, faded, values, base_q, base_g, ql, gl, sums + of_rows, shares + of_rows, first, last,
                     at, until, full_from, full_to, queries, keys, q_start, size, key, key_lo, scale2, slope, ahead,
                     base_table, level, D, DV, WIDTH, VALUES, M, MASK, BIAS, TWO_SIDED, FILLED, PRECISION,
                 )  # fmt: skip
-                until = at
-            acc_k += part * fading(rates, h, steps + from_block * M // segment * segment, D, WIDTH)
+                until, segment_row = at, segment_row - segment
+                if until > from_block:
+                    faded = faded_rows(k, key.to(tl.int64), kl, rates, h, steps + segment_row, keys, D, WIDTH)
+            part *= fading(rates, h, steps + from_block * M // segment * segment, D, WIDTH)
+            acc_k = acc_k + part if group > 1 else part
         else:
             acc_k, acc_v = pull_rows(
                 acc_k, acc_v, keys_here, values, base_q, base_g, ql, gl, sums + of_rows, shares + of_rows, first, last,

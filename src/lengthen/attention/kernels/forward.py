@@ -27,12 +27,15 @@ from lengthen.attention.kernels.tile import (
     above,
     below,
     beyond,
-    fading,
+    entries,
+    faded_rows,
     interval,
+    let_next_begin,
     load,
     row_term,
     scores,
     visible,
+    wait_for_last,
 )
 
 AGAIN = tl.constexpr(1024)  # keys that are read before reach is asked once more
@@ -59,16 +62,16 @@ def absorb(  # type: ignore[no-untyped-def]
     rounded alike whatever else was read. STAYING: the one it was; nothing then has to be searched or rescaled.
     `even` is a bias that all of them have.
     """
-    STAGES: tl.constexpr = 1 if BIAS == LEVEL else None  # else a table's entries would take shared memory as well
-    for start in tl.range(lo, hi, N, num_stages=STAGES):
+    for start in tl.range(lo, hi, N):
         start = tl.multiple_of(start, N)
         key = start + tl.arange(0, N)
         base_k, base_v = k + start.to(tl.int64) * kl, v + start.to(tl.int64) * vl
         keys_here = load(base_k, tl.arange(0, N), kl, D, keys - start, WIDTH, MASKED == EDGES)
+        entry = entries(table, position[:, None], key[None, :], begin[:, None], end[:, None], MASKED, MASK, BIAS)
         product = tl.dot(q, tl.trans(keys_here), input_precision=PRECISION)
         # ALiBi's bias in two parts: along the block, which is the same for all blocks, and up to it, a single number.
         score = scores(
-            product, position[:, None], key[None, :], begin[:, None], end[:, None], scale, slope, ahead, table,
+            product, position[:, None], key[None, :], begin[:, None], end[:, None], scale, slope, ahead, entry,
             here if TWO_SIDED else start, MASKED, MASK, BIAS, TWO_SIDED,
         )  # fmt: skip
         up_to = row_term(start, here, slope, BIAS, TWO_SIDED) + even
@@ -145,9 +148,12 @@ def forward(  # type: ignore[no-untyped-def]
     table_stride, mask_stride, batch, heads, queries, keys, blocks, q_start, size, segment, level, scale, exact,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, REACH: tl.constexpr, STEADY: tl.constexpr,
-    DECAY: tl.constexpr, PRECISION: tl.constexpr,
+    DECAY: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write out, lse and the keys that each block of queries read; `exact` is −log₂ of the tolerance."""
+    if REACH == MEASURED:
+        wait_for_last(EARLY)
+    let_next_begin(EARLY)
     radius = notes
     far = radius + batch * (heads // group)
     odd = far + 2 * batch * heads
@@ -198,17 +204,19 @@ def forward(  # type: ignore[no-untyped-def]
         offset = (position - here).to(tl.float32)
 
     if DECAY:  # keys are scaled from the start of their segment: for each, so are the queries
-        until = hi
+        until, segment_lo = hi, tl.maximum(hi - 1, 0) // segment * segment
+        base = q + (block * M).to(tl.int64) * ql
+        faded = faded_rows(base, local, ql, rates, h, position - segment_lo, queries, D, WIDTH)
         while until > lo:
-            segment_lo = (until - 1) // segment * segment
             start = tl.maximum(segment_lo, lo)
-            faded = (queries_here * fading(rates, h, position - segment_lo, D, WIDTH)).to(queries_here.dtype)
             acc, total, top = absorb_interval(
                 acc, total, top, faded, k, v, kl, vl, start, until, full_lo, full_hi, keys, position,
                 begin, end, scale2, slope, ahead, table, here, level, D, DV,
                 WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, NEAR, FAR, PRECISION,
             )  # fmt: skip
-            until = start
+            until, segment_lo = start, segment_lo - segment
+            if until > lo:
+                faded = faded_rows(base, local, ql, rates, h, position - segment_lo, queries, D, WIDTH)
     elif REACH == NO_REACH:
         acc, total, top = absorb_interval(
             acc, total, top, queries_here, k, v, kl, vl, lo, hi, full_lo, full_hi, keys, position, begin, end, scale2,

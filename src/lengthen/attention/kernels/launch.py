@@ -5,13 +5,14 @@ CUDA lets a grid's second number be 65,535 at most, so what grows with a batch i
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lengthen.attention.kernels import backward, ball, decoding, forward, repair, shapes, table
+from lengthen.attention.kernels import backward, ball, decaying, decoding, forward, repair, shapes, table
 from lengthen.attention.kernels.codes import CAUSAL, FULL, GIVEN, LEVEL, LINEAR, LISTED, MEASURED, NO_REACH, NONE, TABLE
 from lengthen.attention.kernels.launcher import Launcher, facts
 from lengthen.attention.kernels.shapes import Shape
@@ -19,13 +20,17 @@ from lengthen.attention.kernels.shapes import Shape
 LOG2E = math.log2(math.e)
 BALL_ROWS, BALL_KEYS = 64, 256  # keys that a program of the pass over them loads at once, and takes in all
 REPAIRED, REPAIRERS = 32, 264  # rows of the repair's blocks, and its programs, which mostly end at once
-MOST_SPLITS, DECODERS = 512, 1024  # programs of decoding, for a sequence and in all
+MOST_SPLITS, DECODERS = 192, 384  # programs of decoding, for a sequence and in all
+JOINED, JOINED_SHARES = 64, 128  # features and shares that a program joins at once
 ROOM = 168  # registers that a thread gets at least where there is more to hold, so that few are kept in memory
-PROGRAMS = 1024  # of the pass for a table's gradient: enough to fill a GPU
+SCALED = 64  # rows of a program that puts a decay into queries or keys
+AHEAD = 512  # values before a table: more than a block of queries and one of keys can be apart
+PROGRAMS = 396  # of the pass for a table's gradient: enough to fill a GPU
 
 _ball, _forward, _repair = Launcher(ball.ball), Launcher(forward.forward), Launcher(repair.repair)
 _of_queries, _of_keys = Launcher(backward.of_queries), Launcher(backward.of_keys)
 _gather, _fold = Launcher(table.gather), Launcher(table.fold)
+_scale_rows = Launcher(decaying.scale_rows)
 _split, _join = Launcher(decoding.split), Launcher(decoding.join)
 
 
@@ -67,22 +72,23 @@ class Call:
             slopes = behind.float().contiguous()
             slopes_ahead = slopes if ahead is None else ahead.float().contiguous()
         elif behind is not None:
-            joined, zero = _joined(behind, ahead, two_sided)
-            self.table_stride = joined.shape[1]
-            joined = joined[0, zero:]
+            joined, self.table_stride = _joined(behind, ahead, two_sided)
         self.slopes = slopes
         self.biases = (slopes, slopes_ahead, joined, *(q if x is None else x for x in (first, last, rates)))
         self.mask_stride = self.queries if first is not None and first.shape[0] > 1 else 0
         self.widths = (head_dim, value_dim, _block(head_dim), _block(value_dim))
         self.rows = shapes.span(head_dim, value_dim, q.dtype)  # of the forward's blocks
+        self.early = lets_begin_early(q.device)
 
     def shape(self, kernel: str) -> Shape:
         """Return how this kernel cuts its work."""
         shape = Shape.of(kernel, self.widths[0], self.widths[1], self.q.dtype)
         decays = self.rates is not None
-        if shape.registers is None or not (decays or self.bias == LEVEL or (self.linear and self.mask != CAUSAL)):
+        if decays and (max(self.widths) > 64 or kernel == "of_queries"):
+            return replace(shape, registers=None)
+        if shape.registers is None or not (self.linear and self.mask != CAUSAL):
             return shape
-        return replace(shape, registers=None if decays and max(self.widths) > 64 else max(shape.registers, ROOM))
+        return replace(shape, registers=max(shape.registers, ROOM))
 
     def sizes(self, blocks: int) -> tuple[int, ...]:
         """Return the numbers that every kernel takes, for one that has so many blocks."""
@@ -111,6 +117,12 @@ class Call:
         return self.linear and not given and self.tolerance > 0 and self.keys > shapes.SHORT
 
 
+@functools.cache
+def lets_begin_early(device: torch.device) -> bool:
+    """Return whether this device can start a kernel's programs before the last kernel has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def _block(width: int) -> int:
     """Return the power of two that holds a width; a matrix product needs 16 at least."""
     return max(16, 1 << (width - 1).bit_length())
@@ -122,12 +134,17 @@ def _strides(x: Tensor) -> tuple[int, ...]:
 
 
 def _joined(behind: Tensor, ahead: Tensor | None, two_sided: bool) -> tuple[Tensor, int]:
-    """Return a table of both sides in float32 and units of log 2, `[heads, …]`, and where its distance 0 is."""
-    behind = behind.float().contiguous()
+    """Return a table of both sides from its distance 0 on, float32 in units of log 2, and how far heads are apart.
+
+    What stands before it is a part of it: the other side, or room for distances that a mask will hide.
+    """
     if not two_sided:
-        return behind * LOG2E, 0
-    other = behind if ahead is None else ahead.float()
-    return torch.cat((other[:, 1:].flip(1), behind), dim=1) * LOG2E, other.shape[1] - 1
+        room = behind.new_empty(AHEAD + behind.numel(), dtype=torch.float32)
+        torch.mul(behind, LOG2E, out=room[AHEAD:].view(behind.shape))
+        return room[AHEAD:], behind.shape[1]
+    other = behind if ahead is None else ahead
+    joined = torch.cat((other[:, 1:].flip(1), behind), dim=1).float() * LOG2E
+    return joined[0, other.shape[1] - 1 :], joined.shape[1]
 
 
 def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tensor, key_norm: Tensor | None) -> None:
@@ -148,7 +165,7 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tens
             _strides(k),
             (call.batch, call.key_heads, call.heads, call.keys, BALL_KEYS),
             (),
-            (call.widths[0], call.widths[2], BALL_ROWS, 1 << (call.heads - 1).bit_length()),
+            (call.widths[0], call.widths[2], BALL_ROWS, 1 << (call.heads - 1).bit_length(), call.early),
             warps=4,
             stages=3,
             known=known,
@@ -162,12 +179,13 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tens
         (call.scale, call.exact),
         (
             *(*call.widths, call.rows, shape.keys, call.mask, call.bias, call.two_sided, reach),
-            *(call.steady, call.rates is not None, call.precision),
+            *(call.steady, call.rates is not None, call.precision, call.early),
         ),
         shape.warps,
         shape.stages,
         shape.registers,
         known,
+        early=call.early and reach == MEASURED,
     )
     blocks = -(-call.queries // REPAIRED)
     _repair(
@@ -176,10 +194,11 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tens
         strides,
         call.sizes(blocks),
         (call.scale,),
-        (*call.widths, REPAIRED, REPAIRED, call.mask, call.bias, call.two_sided, call.rates is not None),
+        (*call.widths, REPAIRED, REPAIRED, call.mask, call.bias, call.two_sided, call.rates is not None, call.early),
         warps=4,
         stages=1,
         known=known,
+        early=call.early,
     )
 
 
@@ -206,20 +225,23 @@ def run_decode(call: Call, out: Tensor, lse: Tensor, lows: Tensor, key_norm: Ten
         (call.scale, call.exact),
         (
             *(*call.widths, max(16, 1 << (rows - 1).bit_length()), *cut, call.mask, call.bias, call.two_sided),
-            *(GIVEN if reach else NO_REACH, call.queries > 1, call.precision),
+            *(GIVEN if reach else NO_REACH, q.dtype != torch.float16, call.queries > 1, call.precision, call.early),
         ),
         shape.warps,
         shape.stages,
+        shape.registers,
     )
+    width = min(call.widths[3], JOINED)
     _join(
-        (call.batch * call.key_heads, rows, 1),
+        (call.batch * call.key_heads, rows, -(-call.widths[1] // width)),
         (parts, units, totals, out, lse, call.slopes),
         (*_strides(out), call.group),
         (call.key_heads, call.queries, call.keys, programs),
         (),
-        (call.widths[1], call.widths[3], 64 if call.widths[3] <= 64 else 32, *cut, GIVEN if reach else NO_REACH),
+        (*(call.widths[1], width, JOINED_SHARES, *cut, GIVEN if reach else NO_REACH, call.early),),
         warps=4,
         stages=1,
+        early=call.early,
     )
 
 
@@ -241,6 +263,7 @@ def run_backward(
     ordered, slopes = call.measures(given), bias and call.bias == LINEAR
     strides = (*_strides(q), *_strides(k), *_strides(v))
 
+    faded = q if call.rates is None else scaled_rows(q, call.rates, call.segment, grow=False)
     shape = call.shape("of_queries")
     blocks = -(-call.queries // shape.queries)
     parts = lse.new_empty((2, call.batch, call.heads, blocks)) if slopes else lse
@@ -255,7 +278,7 @@ def run_backward(
         (call.scale,),
         (
             *(*call.widths, shape.queries, shape.keys, call.rows, call.mask, call.bias, call.two_sided),
-            *(slopes, ordered, d_lse is not None, call.rates is not None, call.precision),
+            *(slopes, ordered, d_lse is not None, call.rates is not None, call.precision, call.early),
         ),
         shape.warps,
         shape.stages,
@@ -263,7 +286,6 @@ def run_backward(
     )
     shape = call.shape("of_keys")
     blocks = -(-call.keys // shape.keys)
-    faded = q if call.rates is None else _faded(q, call.rates, call.segment)
     _of_keys(
         (blocks * call.batch * call.key_heads, 1, 1),
         (faded, k, v, sums, d_out, shares, d_k, d_v, spans, notes, *call.biases),
@@ -273,11 +295,12 @@ def run_backward(
         (
             *(*call.widths, shape.queries, shape.keys, call.rows, call.mask, call.bias, call.two_sided),
             *(ordered and call.group == 1, call.rates is not None),
-            *(call.queries % shape.queries == 0, call.precision),
+            *(call.queries % shape.queries == 0, call.precision, call.early),
         ),
         shape.warps,
         shape.stages,
         shape.registers,
+        early=call.early,
     )
     d_behind = d_ahead = None
     if slopes:
@@ -291,11 +314,25 @@ def run_backward(
     return d_q, d_k, d_v, d_behind, d_ahead
 
 
-def _faded(q: Tensor, rates: Tensor, segment: int) -> Tensor:
-    """Return the queries with the decay since the start of their segment of rows in them."""
-    steps = torch.arange(min(segment, q.shape[2]), device=q.device)
-    factor = torch.exp2(rates.unsqueeze(1) * steps.unsqueeze(-1)).repeat(1, -(-q.shape[2] // segment), 1)
-    return torch.mul(q, factor[:, : q.shape[2]], out=torch.empty_like(q))
+def scaled_rows(x: Tensor, rates: Tensor, segment: int, grow: bool) -> Tensor:
+    """Return x `[batch, heads, rows, D]` with the decay since the start of a row's segment in it, or taken out of it.
+
+    rates are in units of log 2, `[heads, D]` or the same for all heads.
+    """
+    y = torch.empty_like(x)
+    batch, heads, rows, width = x.shape
+    blocks = -(-rows // SCALED)
+    _scale_rows(
+        (blocks * batch * heads, 1, 1),
+        (x, y, rates),
+        (*_strides(x), *_strides(y)),
+        (heads, rows, blocks, segment),
+        (),
+        (width, _block(width), SCALED, grow),
+        warps=4,
+        stages=1,
+    )
+    return y
 
 
 def _sides(d_behind: Tensor, d_onward: Tensor, behind: Tensor, ahead: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -340,7 +377,7 @@ def _of_table(call: Call, sums: Tensor, d_out: Tensor, shares: Tensor) -> tuple[
         (*_strides(q), *_strides(k), *_strides(v), *_strides(d_out), call.group),
         (
             *(call.table_stride, call.mask_stride, call.batch, call.heads, call.queries, call.keys),
-            *(call.q_start, call.size, least, shifts, splits),
+            *(call.q_start, call.size, least, shifts, splits, behind.shape[1], ends_ahead),
         ),
         (call.scale,),
         (*call.widths, side, call.mask, call.precision),
@@ -348,17 +385,18 @@ def _of_table(call: Call, sums: Tensor, d_out: Tensor, shares: Tensor) -> tuple[
         shape.stages,
         shape.registers,
     )
-    both = sums.new_zeros(call.heads, ends_ahead - 1 + ends)
+    folded = sums.new_zeros(splits, call.heads, ends_ahead - 1 + ends)
     _fold(
-        (shifts + 1, call.heads, 1),
-        (tiles, both),
+        (shifts + 1, call.heads, splits),
+        (tiles, folded),
         (),
-        (call.heads, shifts, splits, least, ends, ends_ahead),
+        (call.heads, shifts, least, ends, ends_ahead),
         (),
         (side, min(side, 32)),
         warps=4,
         stages=2,
     )
+    both = folded.sum(0)
     d_behind = both[:, ends_ahead - 1 :]
     if not call.two_sided:
         return d_behind.to(behind.dtype), None if ahead is None else torch.zeros_like(ahead)

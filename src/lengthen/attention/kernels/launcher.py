@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from triton import knobs
 from triton.runtime.errors import OutOfResources
 
 LARGEST = 2**31 - 1  # a number above it is passed in 64 bits
-
+runtime: Any = knobs.runtime
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # what Triton asks, without its detour
 
 Facts = tuple[Any, ...]
 
@@ -48,15 +51,27 @@ class Launcher:
         stages: int,
         registers: int | None = None,
         known: Facts | None = None,
+        early: bool = False,
     ) -> None:
-        """Launch on the current stream of the tensors' device; `known` are facts of other tensors and strides."""
+        """Launch on the current stream of the tensors' device.
+
+        `known` are facts of other tensors and strides. `early` says that the programs may begin before the last kernel
+        has ended: the constants must say the same.
+        """
         key = (facts(tensors, strides) if known is None else known, constants, warps, stages, registers)
         compiled = self.kept.get(key)
         if compiled is not None:
-            compiled[grid](*tensors, *strides, *sizes, *floats, *constants)
+            if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # a profiler looks on
+                compiled[grid](*tensors, *strides, *sizes, *floats, *constants)
+                return
+            stream = _current_stream(tensors[0].get_device())
+            handles = (compiled.function, compiled.packed_metadata, None, None, None)
+            compiled.run(*grid, stream, *handles, *tensors, *strides, *sizes, *floats, *constants)
             return
         arguments = (*tensors, *strides, *sizes, *floats, *constants)
-        options = {"num_warps": warps, "maxnreg": registers}
+        options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": True}
+        if early:
+            options["launch_pdl"] = True
         for fewer in range(stages, 0, -1):  # a smaller GPU may not have the memory to load so far ahead
             try:
                 compiled = self.kernel[grid](*arguments, num_stages=fewer, **options)

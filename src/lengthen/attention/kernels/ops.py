@@ -61,14 +61,20 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-def _results(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return room for the results: out's heads lie in memory as the queries' do."""
-    batch, heads, queries, head_dim = q.shape
+def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return room for out, whose heads lie in memory as the queries' do, and lse."""
+    batch, heads, queries, _ = q.shape
     if q.stride(1) < q.stride(2):
         out = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
     else:
         out = q.new_empty(batch, heads, queries, v.shape[3])
-    lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
+    return out, q.new_empty(batch, heads, queries, dtype=torch.float32)
+
+
+def _results(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return room for the results."""
+    batch, heads, queries, head_dim = q.shape
+    out, lse = _outputs(q, v)
     rows = span(head_dim, v.shape[3], q.dtype)
     spans = q.new_empty(2, batch, heads, (queries + rows - 1) // rows, dtype=torch.int32)
     notes = q.new_zeros(batch * k.shape[1] + 2 * batch * heads + 1 + heads, dtype=torch.int32)
@@ -109,8 +115,7 @@ def run_decode(
 
 
 def _decode_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse = _results(_dense(q), k, v)[:2]
-    return out, lse, q.new_empty(2, k.shape[0], k.shape[1], dtype=torch.int32)
+    return *_outputs(_dense(q), v), q.new_empty(2, k.shape[0], k.shape[1], dtype=torch.int32)
 
 
 def _attend_backward(

@@ -11,7 +11,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lengthen.attention.kernels.tile import LINEAR, LOG2E, SIZES, fading, interval, load, row_term, scores, visible
+from lengthen.attention.kernels.tile import (
+    LINEAR,
+    LOG2E,
+    SIZES,
+    entries,
+    fading,
+    interval,
+    load,
+    row_term,
+    scores,
+    visible,
+    wait_for_last,
+)
 
 VANISHED = tl.constexpr(-150.0)  # the logarithm of a weight that float32 rounds to 0; a GPU may do so sooner
 
@@ -22,9 +34,10 @@ def repair(  # type: ignore[no-untyped-def]
     qb, qh, ql, kb, kh, kl, vb, vh, vl, ob, oh, ol, group,
     table_stride, mask_stride, batch, heads, queries, keys, blocks, q_start, size, segment, level, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, DECAY: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, DECAY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write the output again if the note says so."""
+    wait_for_last(EARLY)
     if tl.load(notes + batch * (heads // group) + 2 * batch * heads) == 0:
         return
     one = tl.program_id(0)
@@ -56,9 +69,13 @@ def repair(  # type: ignore[no-untyped-def]
             if DECAY:
                 faded = queries_here * fading(rates, h, position - start // segment * segment, D, WIDTH)
             product = tl.dot(faded, tl.trans(keys_here.to(tl.float32)), input_precision="ieee")
+            entry = entries(
+                table + h.to(tl.int64) * table_stride, position[:, None], key[None, :], begin[:, None], end[:, None],
+                True, MASK, BIAS,
+            )  # fmt: skip
             score = scores(
                 product, position[:, None], key[None, :], begin[:, None], end[:, None], scale * LOG2E, slope, ahead,
-                table + h.to(tl.int64) * table_stride, here, True, MASK, BIAS, TWO_SIDED,
+                entry, here, True, MASK, BIAS, TWO_SIDED,
             )  # fmt: skip
             highest = tl.maximum(top, tl.max(score, 1))
             unit = tl.where(highest == float("-inf"), 0.0, highest)
@@ -83,9 +100,13 @@ def repair(  # type: ignore[no-untyped-def]
             if DECAY:
                 faded = queries_here * fading(rates, h, position - start // segment * segment, D, WIDTH)
             product = tl.dot(faded, tl.trans(keys_here.to(tl.float32)), input_precision="ieee")
+            entry = entries(
+                table + h.to(tl.int64) * table_stride, position[:, None], key[None, :], begin[:, None], end[:, None],
+                True, MASK, BIAS,
+            )  # fmt: skip
             score = scores(
                 product, position[:, None], key[None, :], begin[:, None], end[:, None], scale * LOG2E, slope, ahead,
-                table + h.to(tl.int64) * table_stride, here, True, MASK, BIAS, TWO_SIDED,
+                entry, here, True, MASK, BIAS, TWO_SIDED,
             )  # fmt: skip
             seen = (key[None, :] >= begin[:, None]) & (key[None, :] <= end[:, None])
             weight = tl.where(seen, tl.exp2(score - log_sum[:, None]), 0.0)

@@ -30,7 +30,7 @@ class Shape:
 
 SHAPES = {
     ("decode", 64, 2): Shape(16, 64, 4, 3),
-    ("decode", 128, 2): Shape(16, 64, 4, 3),
+    ("decode", 128, 2): Shape(16, 32, 4, 3),
     ("decode", 256, 2): Shape(16, 32, 4, 2),
     ("decode", 64, 4): Shape(16, 32, 4, 2),
     ("decode", 128, 4): Shape(16, 32, 4, 2),
@@ -44,7 +44,7 @@ SHAPES = {
     ("of_keys", 64, 2): Shape(64, 64, 4, 2, 168),
     ("of_keys", 128, 2): Shape(64, 64, 4, 2),
     ("of_keys", 256, 2): Shape(32, 32, 4, 2),
-    ("of_table", 64, 2): Shape(128, 128, 8, 2),
+    ("of_table", 64, 2): Shape(64, 64, 4, 2, 168),
     ("of_table", 128, 2): Shape(64, 64, 8, 2),
     ("of_table", 256, 2): Shape(32, 32, 4, 1),
     ("forward", 64, 4): Shape(64, 32, 4, 2),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lengthen.attention.kernels import codes
 
@@ -17,6 +18,7 @@ FULL, LISTED = tl.constexpr(codes.FULL), tl.constexpr(codes.LISTED)
 NONE, LINEAR = tl.constexpr(codes.NONE), tl.constexpr(codes.LINEAR)
 TABLE, LEVEL = tl.constexpr(codes.TABLE), tl.constexpr(codes.LEVEL)
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # as when the kernels were made
 LOG2E = tl.constexpr(1.4426950408889634)
 
 # Which keys of a tile may be hidden: none, any, or only those too far behind.
@@ -27,6 +29,20 @@ SIZES = (
     *("table_stride", "mask_stride", "batch", "heads", "key_heads", "queries", "keys", "blocks", "span_blocks"),
     *("q_start", "size", "segment", "level", "per_program", "splits", "least", "shifts", "ends", "ends_ahead"),
 )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def let_next_begin(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel's programs come while the last of this one's still run: they wait by `wait_for_last`."""
+    if EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def wait_for_last(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until all that the kernel before this one wrote is there, if this one was let begin early."""
+    if EARLY:
+        gdc_wait()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -47,10 +63,12 @@ def interval(row, position, first, last, keys, size, MASK: tl.constexpr):  # typ
 
 @triton.jit  # type: ignore[untyped-decorator]
 def scores(  # type: ignore[no-untyped-def]
-    product, position, key, first, last, scale, slope, ahead, table, here,
+    product, position, key, first, last, scale, slope, ahead, entry, here,
     MASKED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr,
 ):  # fmt: skip
     """Return the scores of a tile from q·k; hidden ones, of those that MASKED says may be, are −∞.
+
+    `entry` is what `entries` loads of a table.
 
     With keys behind the query alone, ALiBi's bias is a number a key, slope·(key − here): what it lacks,
     −slope·(position − here), is the same along a row, and `row_term` adds it to the log-sum-exp.
@@ -63,14 +81,32 @@ def scores(  # type: ignore[no-untyped-def]
         else:
             score += slope * (key - here).to(tl.float32)
     if BIAS == TABLE or BIAS == LEVEL:  # noqa: SIM109
-        place = table - key.to(tl.int64) + position.to(tl.int64)  # in 64 bits, offsets become part of the instruction
-        if MASKED != SHOWN:
-            score += tl.load(place, mask=is_seen(key, first, last, MASKED, MASK), other=0.0)
-        else:
-            score += tl.load(place)
+        score += entry
     if MASKED != SHOWN:
         score = tl.where(is_seen(key, first, last, MASKED, MASK), score, float("-inf"))
     return score
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def entries(table, position, key, first, last, MASKED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a table's values for a tile, anything where hidden; without a table, nothing to speak of.
+
+    With a causal mask, hidden keys stand a little ahead of the query: before a table's values there is room for them.
+    A load that Triton knows would go through shared memory twice: into the loop's pipeline, and out of it to those
+    who want it. Written as an instruction, it goes to them at once.
+    """
+    entry = 0.0
+    if BIAS == TABLE or BIAS == LEVEL:  # noqa: SIM109
+        place = table - key.to(tl.int64) + position.to(tl.int64)  # in 64 bits, offsets become part of the instruction
+        if MASKED != SHOWN and MASK != CAUSAL:
+            place = tl.where(is_seen(key, first, last, MASKED, MASK), place, table)
+        if INTERPRETED:
+            entry = tl.load(place)
+        else:
+            entry = tl.inline_asm_elementwise(
+                "ld.global.nc.f32 $0, [$1];", "=f,l", [place.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+            )
+    return entry
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -105,6 +141,17 @@ def fading(rates, h, steps, D: tl.constexpr, WIDTH: tl.constexpr):  # type: igno
     feature = tl.arange(0, WIDTH)
     rate = tl.load(rates + h * D + feature, mask=feature < D, other=0.0)
     return tl.exp2(rate[None, :] * steps[:, None].to(tl.float32))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def faded_rows(base, row, stride, rates, h, steps, rows, D: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return rows of a matrix with a head's decay over so many steps in them.
+
+    A loop over segments computes the next one's at its end: what comes into a loop from outside goes to shared memory,
+    which products read from; what is computed inside would be held in registers.
+    """
+    here = load(base, row, stride, D, rows, WIDTH, False)
+    return (here * fading(rates, h, steps, D, WIDTH)).to(here.dtype)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
