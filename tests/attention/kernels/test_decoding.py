@@ -31,7 +31,7 @@ BLOCK = 16  # keys, in these tests
 @pytest.fixture(autouse=True)
 def programs(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow so few programs that the heads of a call have a few shares each."""
-    monkeypatch.setattr(importlib.import_module("lengthen.attention.kernels.launch"), "DECODERS", 24)
+    monkeypatch.setattr(importlib.import_module("lengthen.attention.kernels.launch"), "DECODERS", 12)
 
 
 def norms(k: Tensor) -> Tensor:

@@ -30,12 +30,10 @@ from lengthen.attention.kernels.tile import (
     faded_rows,
     fading,
     interval,
-    let_next_begin,
     load,
     row_term,
     scores,
     visible,
-    wait_for_last,
 )
 
 SCAN = tl.constexpr(128)  # blocks of queries that `of_keys` looks at together
@@ -117,13 +115,12 @@ def of_queries(  # type: ignore[no-untyped-def]
     table_stride, mask_stride, batch, heads, queries, keys, blocks, q_start, size, segment, level, span_blocks, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SPAN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, SLOPES: tl.constexpr,
-    ORDERED: tl.constexpr, LSE: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    ORDERED: tl.constexpr, LSE: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the queries' gradient, and each block's share of the slopes'.
 
     And for the kernels after this one: lse in units of log 2, and Σ_j weight·d_weight, of each query.
     """
-    let_next_begin(EARLY)
     program = tl.program_id(0)
     block = blocks - 1 - program % blocks
     b = program // blocks % batch
@@ -290,7 +287,7 @@ def of_keys(  # type: ignore[no-untyped-def]
     table_stride, mask_stride, batch, heads, queries, keys, blocks, q_start, size, segment, level, span_blocks, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SPAN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, ORDERED: tl.constexpr,
-    DECAY: tl.constexpr, FILLED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    DECAY: tl.constexpr, FILLED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of keys and values, summed over the heads of queries that share them.
 
@@ -333,7 +330,6 @@ def of_keys(  # type: ignore[no-untyped-def]
     if all_to == queries + q_start:  # rows past the end have no weight
         inner_to = (queries + (M - 1)) // M
 
-    wait_for_last(EARLY)  # of_queries writes sums and shares
     acc_k = tl.zeros([N, WIDTH], tl.float32)
     acc_v = tl.zeros([N, VALUES], tl.float32)
     for member in range(group):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lengthen.attention.kernels.tile import SIZES, let_next_begin, load
+from lengthen.attention.kernels.tile import SIZES, load
 
 SAMPLE = tl.constexpr(16)  # keys whose mean is the centre
 SLACK = tl.constexpr(1e-4)  # by which norms are widened: more than rounding can hide in them, or in the scores read
@@ -21,10 +21,9 @@ FLAT = tl.constexpr(30.0)  # a bias that falls by less than this over all keys l
 @triton.jit(do_not_specialize=SIZES)  # type: ignore[untyped-decorator]
 def ball(  # type: ignore[no-untyped-def]
     k, centre, notes, slopes, kb, kh, kl, batch, key_heads, heads, keys, per_program,
-    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Write the centre `[batch·key_heads, D]` and the radius, as bits, of one head of keys; ∞ where nobody asks."""
-    let_next_begin(EARLY)
     radius = notes
     order = radius + batch * key_heads + 2 * batch * heads + 1
     head, part = tl.program_id(0), tl.program_id(1)

@@ -35,7 +35,6 @@ from lengthen.attention.kernels.tile import (
     row_term,
     scores,
     visible,
-    wait_for_last,
 )
 
 AGAIN = tl.constexpr(1024)  # keys that are read before reach is asked once more
@@ -151,8 +150,6 @@ def forward(  # type: ignore[no-untyped-def]
     DECAY: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write out, lse and the keys that each block of queries read; `exact` is −log₂ of the tolerance."""
-    if REACH == MEASURED:
-        wait_for_last(EARLY)
     let_next_begin(EARLY)
     radius = notes
     far = radius + batch * (heads // group)

@@ -165,7 +165,7 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tens
             _strides(k),
             (call.batch, call.key_heads, call.heads, call.keys, BALL_KEYS),
             (),
-            (call.widths[0], call.widths[2], BALL_ROWS, 1 << (call.heads - 1).bit_length(), call.early),
+            (call.widths[0], call.widths[2], BALL_ROWS, 1 << (call.heads - 1).bit_length()),
             warps=4,
             stages=3,
             known=known,
@@ -185,7 +185,6 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tens
         shape.stages,
         shape.registers,
         known,
-        early=call.early and reach == MEASURED,
     )
     blocks = -(-call.queries // REPAIRED)
     _repair(
@@ -278,7 +277,7 @@ def run_backward(
         (call.scale,),
         (
             *(*call.widths, shape.queries, shape.keys, call.rows, call.mask, call.bias, call.two_sided),
-            *(slopes, ordered, d_lse is not None, call.rates is not None, call.precision, call.early),
+            *(slopes, ordered, d_lse is not None, call.rates is not None, call.precision),
         ),
         shape.warps,
         shape.stages,
@@ -295,12 +294,11 @@ def run_backward(
         (
             *(*call.widths, shape.queries, shape.keys, call.rows, call.mask, call.bias, call.two_sided),
             *(ordered and call.group == 1, call.rates is not None),
-            *(call.queries % shape.queries == 0, call.precision, call.early),
+            *(call.queries % shape.queries == 0, call.precision),
         ),
         shape.warps,
         shape.stages,
         shape.registers,
-        early=call.early,
     )
     d_behind = d_ahead = None
     if slopes:
