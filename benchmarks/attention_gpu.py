@@ -302,7 +302,10 @@ def with_torch(inputs: tuple[Tensor, Tensor, Tensor], d_out: Tensor) -> tuple[st
 
 
 def with_flex(
-    bench: Bench, length: int, score_mod: Callable[..., Tensor], options: dict[str, int] | None = None
+    bench: Bench,
+    length: int,
+    score_mod: Callable[..., Tensor],
+    options: Any = None,  # FlexAttention's own
 ) -> Forward:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -557,7 +560,7 @@ def flex_table(bench: Bench, inputs: Sequence[Tensor], d_out: Tensor) -> Call:
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score + values[head, i - j]
 
-    def run(options: dict[str, int] | None) -> Call:
+    def run(options: Any) -> Call:
         call = both_call(with_flex(bench, inputs[0].shape[2], score_mod, options), inputs, d_out)
         call()
         bench.wait()
