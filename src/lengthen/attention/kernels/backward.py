@@ -50,9 +50,9 @@ def pull_queries(  # type: ignore[no-untyped-def]
     for start in tl.range(lo, hi, N):
         start = tl.multiple_of(start, N)
         key = start + tl.arange(0, N)
-        base_k, base_v = k + start.to(tl.int64) * kl, v + start.to(tl.int64) * vl
-        keys_here = load(base_k, tl.arange(0, N), kl, D, keys - start, WIDTH, MASKED == EDGES)
-        values = load(base_v, tl.arange(0, N), vl, DV, keys - start, VALUES, MASKED == EDGES)
+        onward = start.to(tl.int64)
+        keys_here = load(k, tl.arange(0, N), kl, D, keys - start, WIDTH, MASKED == EDGES, onward)
+        values = load(v, tl.arange(0, N), vl, DV, keys - start, VALUES, MASKED == EDGES, onward)
         entry = entries(table, position[:, None], key[None, :], begin[:, None], end[:, None], MASKED, MASK, BIAS)
         product = tl.dot(q, tl.trans(keys_here), input_precision=PRECISION)
         score = scores(
@@ -219,9 +219,11 @@ def pull_keys(  # type: ignore[no-untyped-def]
             row = tl.minimum(row, queries - 1)
         position = row + q_start
         local = row - start
-        base_q, base_g = q + start.to(tl.int64) * ql, d_out + start.to(tl.int64) * gl
-        queries_here = load(base_q, local, ql, D, queries, WIDTH, False)
-        log_sum = tl.load(sums + row) + row_term(position, key_lo, slope, BIAS, TWO_SIDED) - even
+        onward = start.to(tl.int64)
+        queries_here = load(q, local, ql, D, queries, WIDTH, False, onward)
+        log_sum = tl.load(sums + row) - even
+        if BIAS == LINEAR:
+            log_sum += row_term(position, key_lo, slope, BIAS, TWO_SIDED)
         if not FILLED:
             log_sum = tl.where(start + tl.arange(0, M) < queries, log_sum, float("inf"))  # no weight past the end
         begin, end = position, position
@@ -234,7 +236,7 @@ def pull_keys(  # type: ignore[no-untyped-def]
             MASKED, MASK, BIAS, TWO_SIDED,
         )  # fmt: skip
         weight = tl.exp2(score - log_sum[None, :])
-        d_out_here = load(base_g, local, gl, DV, queries, VALUES, False)
+        d_out_here = load(d_out, local, gl, DV, queries, VALUES, False, onward)
         d_v = tl.dot(weight.to(d_out_here.dtype), d_out_here, d_v, input_precision=PRECISION)
         share = tl.load(shares + row)
         d_weight = tl.dot(v, tl.trans(d_out_here), input_precision=PRECISION)

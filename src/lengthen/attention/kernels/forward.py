@@ -64,8 +64,8 @@ def absorb(  # type: ignore[no-untyped-def]
     for start in tl.range(lo, hi, N):
         start = tl.multiple_of(start, N)
         key = start + tl.arange(0, N)
-        base_k, base_v = k + start.to(tl.int64) * kl, v + start.to(tl.int64) * vl
-        keys_here = load(base_k, tl.arange(0, N), kl, D, keys - start, WIDTH, MASKED == EDGES)
+        onward = start.to(tl.int64)
+        keys_here = load(k, tl.arange(0, N), kl, D, keys - start, WIDTH, MASKED == EDGES, onward)
         entry = entries(table, position[:, None], key[None, :], begin[:, None], end[:, None], MASKED, MASK, BIAS)
         product = tl.dot(q, tl.trans(keys_here), input_precision=PRECISION)
         # ALiBi's bias in two parts: along the block, which is the same for all blocks, and up to it, a single number.
@@ -74,7 +74,7 @@ def absorb(  # type: ignore[no-untyped-def]
             here if TWO_SIDED else start, MASKED, MASK, BIAS, TWO_SIDED,
         )  # fmt: skip
         up_to = row_term(start, here, slope, BIAS, TWO_SIDED) + even
-        values = load(base_v, tl.arange(0, N), vl, DV, keys - start, VALUES, MASKED == EDGES)
+        values = load(v, tl.arange(0, N), vl, DV, keys - start, VALUES, MASKED == EDGES, onward)
         if UNIT == STAYING:
             weight = tl.exp2(score - (top - up_to)[:, None])
             total += tl.sum(weight, 1)

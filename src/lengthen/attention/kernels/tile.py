@@ -167,10 +167,13 @@ def above(x, N: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def load(base, row, stride, width, rows, WIDTH: tl.constexpr, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return rows `[rows, WIDTH]` of a matrix; 0 past its width, and where MASKED past its end."""
+def load(base, row, stride, width, rows, WIDTH: tl.constexpr, MASKED: tl.constexpr, start=0):  # type: ignore[no-untyped-def]
+    """Return rows `[rows, WIDTH]` of a matrix from `start` on; 0 past its width, and where MASKED past its end.
+
+    What changes from block to block is added last, so that a loop need not compute the rest again.
+    """
     feature = tl.arange(0, WIDTH)
-    place = base + row[:, None] * stride + feature[None, :]
+    place = (base + (row[:, None] * stride + feature[None, :])) + start * stride
     if MASKED:
         return tl.load(place, mask=(row[:, None] < rows) & (feature[None, :] < width), other=0.0)
     if width == WIDTH:
