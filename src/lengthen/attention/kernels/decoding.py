@@ -116,9 +116,16 @@ def numbered(start, N: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.where(key < 0, NOBODYS, key)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def behind(parts, rows, DV: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return where the units and the sums of weights of so many rows lie: behind their parts of the output."""
+    units = parts + rows.to(tl.int64) * DV
+    return units, units + rows
+
+
 @triton.jit(do_not_specialize=SIZES)  # type: ignore[untyped-decorator]
 def split(  # type: ignore[no-untyped-def]
-    q, k, v, parts, units, totals, lows, slopes, slopes_ahead, table, first, last, key_norm,
+    q, k, v, parts, lows, slopes, slopes_ahead, table, first, last, key_norm,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, group,
     table_stride, mask_stride, key_heads, queries, keys, q_start, size, splits, scale, exact,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr,
@@ -215,6 +222,7 @@ def split(  # type: ignore[no-untyped-def]
     unit = tl.where(unit == float("-inf"), unit, unit - row_term(position, hi, slope, BIAS, TWO_SIDED))
 
     at = (b * splits + program) * (group * queries) + row
+    units, totals = behind(parts, tl.num_programs(0) * splits * (group * queries), DV)
     tl.store(units + at, unit, mask=there)
     tl.store(totals + at, tl.sum(total, 1), mask=there)
     feature = tl.arange(0, VALUES)
@@ -242,7 +250,7 @@ def tally(odd, seen, weight, values):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=SIZES)  # type: ignore[untyped-decorator]
 def join(  # type: ignore[no-untyped-def]
-    parts, units, totals, out, lse, slopes, ob, oh, ol, group, key_heads, queries, keys, splits,
+    parts, out, lse, slopes, ob, oh, ol, group, key_heads, queries, keys, splits,
     DV: tl.constexpr, VALUES: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
     GROUP: tl.constexpr, REACH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -255,6 +263,7 @@ def join(  # type: ignore[no-untyped-def]
     count = tl.sum(tl.where(mine, counts, 0), 0)
     first = b * splits + tl.sum(tl.where(mine, ends, 0), 0) - count
     feature = part_of * VALUES + tl.arange(0, VALUES)
+    units, totals = behind(parts, tl.num_programs(0) // key_heads * splits * (group * queries), DV)
     wait_for_last(EARLY)
     top = tl.full([1], float("-inf"), tl.float32)
     whole = tl.zeros([1], tl.float32)

@@ -208,14 +208,13 @@ def run_decode(call: Call, out: Tensor, lse: Tensor, lows: Tensor, key_norm: Ten
     programs = max(
         call.key_heads, min(MOST_SPLITS, DECODERS // call.batch, call.key_heads * -(-call.keys // shape.keys))
     )
-    parts = lse.new_empty(call.batch * programs * rows, call.widths[1])
-    units, totals = lse.new_empty(2, call.batch * programs * rows).unbind(0)
+    parts = lse.new_empty(call.batch * programs * rows * (call.widths[1] + 2))  # with a unit and a sum for each row
     reach = call.linear and key_norm is not None and call.tolerance > 0 and not call.two_sided
     cut = (shape.keys, 1 << (call.key_heads - 1).bit_length(), 1 << (call.group - 1).bit_length())
     norms = q if key_norm is None else key_norm
     _split(
         (call.batch, programs, 1),
-        (q, k, v, parts, units, totals, lows, *call.biases[:5], norms),
+        (q, k, v, parts, lows, *call.biases[:5], norms),
         (*_strides(q), *_strides(k), *_strides(v), call.group),
         (
             *(call.table_stride, call.mask_stride, call.key_heads, call.queries, call.keys, call.q_start, call.size),
@@ -233,7 +232,7 @@ def run_decode(call: Call, out: Tensor, lse: Tensor, lows: Tensor, key_norm: Ten
     width = min(call.widths[3], JOINED)
     _join(
         (call.batch * call.key_heads, rows, -(-call.widths[1] // width)),
-        (parts, units, totals, out, lse, call.slopes),
+        (parts, out, lse, call.slopes),
         (*_strides(out), call.group),
         (call.key_heads, call.queries, call.keys, programs),
         (),
