@@ -290,9 +290,9 @@ def test_a_key_norm_too_large_reads_more_and_gives_the_same(qkv: Callable[..., C
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("size", [1.0, 20.0, 60.0, 1e3])
+@pytest.mark.parametrize("size", [20.0, 230.0, 1e3])
 def test_far_keys_may_score_far_above_the_nearest(size: float, queries: int, qkv: Callable[..., Call]) -> None:
-    # By no more than a unit between them can hold, and by more.
+    # By 13, 146 and 635 in units of log 2: the second is more than a weight can hold, and not too much for a unit.
     call = qkv(1, 2, queries, 16, keys=100) | {"bias": Linear(torch.tensor([0.01, 0.02]))}
     call["q"] = torch.full_like(call["q"], 1.0)
     call["k"] = torch.full_like(call["k"], -0.01)

@@ -129,6 +129,13 @@ def test_a_gpu_with_less_memory_gets_fewer_stages() -> None:
     assert len(kernel.launched) == 2
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_only_a_kernel_that_waits_itself_begins_early(early: bool) -> None:
+    kernel = Kernel()
+    launch(Launcher(kernel), early=early)
+    assert kernel.compiled[0].get("launch_pdl", False) is early
+
+
 def test_a_profiler_sees_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel()
     launcher = Launcher(kernel)

@@ -136,6 +136,26 @@ def test_a_mode_of_torch_s_sees_the_op(qkv: Callable[..., Call]) -> None:
         assert torch.equal(out, lengthen.attention(**call, backend="triton"))
 
 
+def test_a_decay_is_the_same_for_a_mode_that_looks_on(qkv: Callable[..., Call]) -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **kwargs or {})
+
+    def results() -> tuple[Tensor, ...]:
+        leaves = [call[name].detach().clone().requires_grad_() for name in "qkv"]
+        out = lengthen.attention(*leaves, decay=decay, backend="triton")
+        return out.detach(), *torch.autograd.grad(out.square().sum(), leaves)
+
+    call = qkv(1, 2, 40, 16, key_heads=1)
+    for shape in ((16,), (2, 16)):
+        decay = Decay(torch.linspace(0.9, 1, 16, dtype=torch.float64).expand(shape).contiguous())
+        plain = results()
+        with Mode():
+            watched = results()
+        for one, other in zip(plain, watched, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
 def test_forward_derivatives_are_refused(qkv: Callable[..., Call]) -> None:
     call = qkv(1, 1, 10, 16)
 

@@ -7,6 +7,7 @@ forward.py   the forward, with reach inside it
 backward.py  the gradients of queries, keys and values
 decoding.py  few queries against many keys
 table.py     the gradient of a table of distances
+decaying.py  queries and keys with a decay in them
 ball.py      how long keys are, for reach
 repair.py    values that are NaN or infinite
 codes.py     the numbers for masks and biases

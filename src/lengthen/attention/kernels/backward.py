@@ -2,7 +2,7 @@
 
 Weights are computed again from the forward's lse. `of_queries` goes over the keys that its block read; `of_keys` over
 the blocks of queries that read its keys, which it finds in what the forward noted. Neither uses an atomic, so two runs
-are equal to the bit.
+are equal to the bit. They stand in one file, since they are one computation from two sides.
 """
 
 from __future__ import annotations

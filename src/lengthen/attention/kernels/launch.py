@@ -1,6 +1,7 @@
 """Grids, block shapes and arguments: between the registered ops and the kernels.
 
-CUDA lets a grid's second number be 65,535 at most, so what grows with a batch is the first.
+CUDA lets a grid's second number be 65,535 at most, so what grows with a batch is the first. All launches stand in one
+file, since all are made from one `Call`.
 """
 
 from __future__ import annotations
