@@ -13,6 +13,7 @@ from torch import Tensor
 from lengthen.attention import chunked, kernels, native, reference
 from lengthen.attention.biases import Bias, Decay, Linear, Table
 from lengthen.attention.checks import describe, whole_number
+from lengthen.attention.kernels import plans
 from lengthen.attention.masks import Causal, Mask
 from lengthen.attention.reach import default_tolerance
 
@@ -103,6 +104,7 @@ def attention(
         >>> lengthen.attention(q, k, v, bias=lengthen.Linear(lengthen.alibi_slopes(8))).shape
         torch.Size([1, 8, 1024, 64])
     """
+    key = None
     if torch.compiler.is_compiling():
         if backend is None and isinstance(mask, Mask):
             settled = check_call(q, k, v, bias, decay, mask, scale, q_start, tolerance, key_norm)
@@ -117,7 +119,11 @@ def attention(
         attend = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
     else:
         attend = _attend
-    out, lse = attend(q, k, v, bias, decay, mask, scale, q_start, tolerance, return_lse, backend, key_norm)
+        if isinstance(bias, Linear) and isinstance(q, Tensor) and q.is_cuda:
+            key = plans.key(q, k, v, bias, decay, mask, scale, q_start, tolerance, return_lse, backend, key_norm)
+            if key is not None and (again := plans.again(key, q, k, v, bias, key_norm, return_lse)) is not None:
+                return again
+    out, lse = attend(q, k, v, bias, decay, mask, scale, q_start, tolerance, return_lse, backend, key_norm, key)
     return (out, lse) if return_lse and lse is not None else out
 
 
@@ -134,13 +140,14 @@ def _attend(
     return_lse: bool,
     backend: str | None,
     key_norm: Tensor | None,
+    key: plans.Key | None,
 ) -> tuple[Tensor, Tensor | None]:
     settled = check_call(q, k, v, bias, decay, mask, scale, q_start, tolerance, key_norm)
     call = (q, k, v, bias, decay, mask, settled.scale, settled.q_start)
     if backend is None and q.is_cuda:
         backend = _on_gpu(q, k, v, bias, decay, mask, settled.q_start, return_lse)
         if backend == "triton":
-            return kernels.attention(*call, settled.tolerance, key_norm)
+            return kernels.attention(*call, settled.tolerance, key_norm, key)
     elif backend is not None and backend not in BACKENDS:
         near = difflib.get_close_matches(str(backend), BACKENDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -148,7 +155,7 @@ def _attend(
     if backend == "triton":
         if reason := kernels.unfit(q, v, bias, decay, mask):
             raise ValueError(f"backend: 'triton' cannot do this call: {reason}")
-        return kernels.attention(*call, settled.tolerance, key_norm)
+        return kernels.attention(*call, settled.tolerance, key_norm, key)
     # Scores, distances and sums stay in float32 and more: autocast would put them into 16 bits.
     with torch.autocast(q.device.type, enabled=False):
         if backend == "reference":

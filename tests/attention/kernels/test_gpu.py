@@ -156,6 +156,50 @@ def test_few_queries_against_many_keys_are_the_reference_s(
             torch.testing.assert_close(lse.double(), log_sum, rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["forward", "measured", "window", "beside", "decoding", "decoding given"])
+def test_a_call_like_two_before_is_not_worked_out_again(
+    kind: str, dtype: torch.dtype, qkv: Callable[..., Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queries, keys = (900, 900) if kind == "measured" else (2, 3000) if "decoding" in kind else (200, 200)
+    bias = Linear(alibi_slopes(8).cuda())
+
+    def one_more() -> Call:
+        call = qkv(2, 8, queries, 64, keys=keys, key_heads=4, dtype=dtype, device="cuda") | {"bias": bias}
+        if kind == "beside":
+            call |= {name: call[name].transpose(1, 2).contiguous().transpose(1, 2) for name in "qkv"}
+        if kind == "window":
+            call["mask"] = Window(50)
+        if "given" in kind:
+            call["key_norm"] = torch.linalg.vector_norm(call["k"], dim=-1, dtype=torch.float32).amax(-1) * 1.001
+        return call
+
+    monkeypatch.setattr(kernels.plans, "_kept", {})
+    for _ in range(3):  # the first of all may have to be compiled
+        lengthen.attention(**one_more())
+    call = one_more()
+    wide = call | {name: call[name].double() for name in "qkv"}
+    expected, log_sum = lengthen.attention(**wide, backend="reference", return_lse=True)
+    torch.cuda.synchronize()
+    with monkeypatch.context() as patch:
+        patch.setattr("lengthen.attention.op.check_call", None)
+        out = lengthen.attention(**call)
+    assert (out.double() - expected).norm() <= WITHIN[dtype][0] * expected.norm()
+    for _ in range(3):
+        first, lse = lengthen.attention(**call, return_lse=True)
+    assert torch.equal(first, out)
+    torch.testing.assert_close(lse.double(), log_sum, rtol=0, atol=2e-2)
+    call["v"][0, 0, keys - 2] = torch.nan
+    odd = lengthen.attention(**call)
+    assert torch.equal(odd.isnan(), lengthen.attention(**call, backend="reference").isnan())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = lengthen.attention(**call)
+    call["v"][0, 0, keys - 2] = 0.5
+    graph.replay()
+    torch.testing.assert_close(replayed, lengthen.attention(**call), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("q_start", [-100, -17, 30, 300, 411, 900])
 def test_queries_may_stand_anywhere(
     q_start: int, qkv: Callable[..., Call], off: Callable[..., dict[str, float]]

@@ -12,6 +12,7 @@ ball.py      how long keys are, for reach
 repair.py    values that are NaN or infinite
 codes.py     the numbers for masks and biases
 launcher.py  a launch that costs the CPU little
+plans.py     the launches of a call like one before
 tile.py      what the kernels share
 
 Nothing here needs Triton to be imported; calling the kernels does.
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 from lengthen.attention.biases import Bias, Decay, Linear, Table
-from lengthen.attention.kernels import codes, shapes
+from lengthen.attention.kernels import codes, plans, shapes
 from lengthen.attention.kernels.ops import attend, decode, run_attend, run_decode, unwatched
 from lengthen.attention.masks import Bidirectional, Blockwise, Causal, Mask, Window
 
@@ -104,8 +105,9 @@ def attention(
     q_start: int,
     tolerance: float,
     key_norm: Tensor | None = None,
+    key: plans.Key | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse; only for calls that `unfit` has no word against."""
+    """Return out and lse; only for calls that `unfit` has no word against. `key`: what to keep the launches under."""
     if not torch.compiler.is_compiling() and getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
         raise RuntimeError("lengthen.attention: the kernels have no forward-mode derivative; backend='reference' has")
     behind, ahead = bias.tensors if bias is not None else (None, None)
@@ -114,7 +116,10 @@ def attention(
     arguments = _arguments(q, k, v, bias, decay, mask, scale, q_start, tolerance, key_norm)
     few = not pulled and decay is None and shapes.few(q.shape[2], q.shape[1] // k.shape[1])
     if direct:
-        return (run_decode if few else run_attend)(*arguments)[:2]
+        run = run_decode if few else run_attend
+        if key is not None and plans.due(key) and isinstance(bias, Linear):
+            return plans.keep(key, run, arguments, plans.inputs_of(q, k, v, bias, key_norm), zeroed=not few)
+        return run(*arguments)[:2]
     return (decode if few else attend)(*arguments)[:2]  # type: ignore[no-any-return]
 
 
@@ -162,6 +167,7 @@ def _arguments(
 ) -> tuple[Any, ...]:
     """Return what the ops take."""
     behind, ahead = bias.tensors if bias is not None else (None, None)
+    key_norm = None if key_norm is None else key_norm.contiguous()
     kind, size = codes.CAUSAL, 0
     if isinstance(mask, Window):
         kind, size = codes.WINDOW, mask.size

@@ -16,12 +16,14 @@ from torch import Tensor
 from lengthen.attention.kernels import backward, ball, decaying, decoding, forward, repair, shapes, table
 from lengthen.attention.kernels.codes import CAUSAL, FULL, GIVEN, LEVEL, LINEAR, LISTED, MEASURED, NO_REACH, NONE, TABLE
 from lengthen.attention.kernels.launcher import Launcher, facts
+from lengthen.attention.kernels.plans import make
 from lengthen.attention.kernels.shapes import Shape
 
 LOG2E = math.log2(math.e)
 BALL_ROWS, BALL_KEYS = 64, 256  # keys that a program of the pass over them loads at once, and takes in all
 REPAIRED, REPAIRERS = 32, 264  # rows of the repair's blocks, and its programs, which mostly end at once
-MOST_SPLITS, DECODERS = 192, 384  # programs of decoding, for a sequence and in all
+MOST_SPLITS, DECODERS = 192, 448  # programs of decoding, for a sequence and in all
+SHARING = 6 / 7  # of these, where heads share keys: more would not be on the GPU at once
 JOINED, JOINED_SHARES = 64, 128  # features and shares that a program joins at once
 ROOM = 168  # registers that a thread gets at least where there is more to hold, so that few are kept in memory
 SCALED = 64  # rows of a program that puts a decay into queries or keys
@@ -85,7 +87,7 @@ class Call:
         """Return how this kernel cuts its work."""
         shape = Shape.of(kernel, self.widths[0], self.widths[1], self.q.dtype)
         decays = self.rates is not None
-        if decays and (max(self.widths) > 64 or kernel == "of_queries"):
+        if decays and max(self.widths) > 64:
             return replace(shape, registers=None)
         if shape.registers is None or not (self.linear and self.mask != CAUSAL):
             return shape
@@ -159,7 +161,7 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tens
         reach = GIVEN
     elif call.measures(key_norm is not None):
         reach = MEASURED
-        centre = q.new_empty(call.batch * call.key_heads * call.widths[0], dtype=torch.float32)
+        centre = make(q, call.batch * call.key_heads * call.widths[0])
         _ball(
             (call.batch * call.key_heads, -(-call.keys // BALL_KEYS), 1),
             (k, centre, notes, call.slopes),
@@ -206,10 +208,9 @@ def run_decode(call: Call, out: Tensor, lse: Tensor, lows: Tensor, key_norm: Ten
     """Launch the kernels for few queries into their results."""
     q, k, v, shape = call.q, call.k, call.v, call.shape("decode")
     rows = call.group * call.queries
-    programs = max(
-        call.key_heads, min(MOST_SPLITS, DECODERS // call.batch, call.key_heads * -(-call.keys // shape.keys))
-    )
-    parts = lse.new_empty(call.batch * programs * rows * (call.widths[1] + 2))  # with a unit and a sum for each row
+    most = min(MOST_SPLITS, int(DECODERS * (1 if call.group == 1 else SHARING)) // call.batch)
+    programs = max(call.key_heads, min(most, call.key_heads * -(-call.keys // shape.keys)))
+    parts = make(q, call.batch * programs * rows * (call.widths[1] + 2))  # with a unit and a sum for each row
     reach = call.linear and key_norm is not None and call.tolerance > 0 and not call.two_sided
     cut = (shape.keys, 1 << (call.key_heads - 1).bit_length(), 1 << (call.group - 1).bit_length())
     norms = q if key_norm is None else key_norm

@@ -3,7 +3,7 @@
 Triton looks at every argument of every launch to find the variant that was compiled for such arguments, which takes
 longer than many of these kernels run. The same few facts decide here: constants, alignment of pointers, and whether a
 stride is 1 or a multiple of 16. Sizes do not: kernels say so by `do_not_specialize`, so that a length never seen before
-finds everything compiled.
+finds everything compiled. Pointers are passed as numbers: of a tensor, Triton would ask the driver whose it is.
 """
 
 from __future__ import annotations
@@ -15,11 +15,18 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.errors import OutOfResources
 
+from lengthen.attention.kernels.plans import Launch, notes
+
 LARGEST = 2**31 - 1  # a number above it is passed in 64 bits
 runtime: Any = knobs.runtime
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # what Triton asks, without its detour
 
 Facts = tuple[Any, ...]
+
+
+def watched() -> bool:
+    """Return whether a profiler wants to see launches."""
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 def facts(tensors: tuple[Tensor, ...], strides: tuple[int, ...]) -> Facts:
@@ -61,13 +68,18 @@ class Launcher:
         key = (facts(tensors, strides) if known is None else known, constants, warps, stages, registers)
         compiled = self.kept.get(key)
         if compiled is not None:
-            if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # a profiler looks on
-                compiled[grid](*tensors, *strides, *sizes, *floats, *constants)
+            numbers = (*strides, *sizes, *floats, *constants)
+            if watched():
+                notes.launches = None
+                compiled[grid](*tensors, *numbers)
                 return
             stream = _current_stream(tensors[0].get_device())
             handles = (compiled.function, compiled.packed_metadata, None, None, None)
-            compiled.run(*grid, stream, *handles, *tensors, *strides, *sizes, *floats, *constants)
+            compiled.run(*grid, stream, *handles, *[x.data_ptr() for x in tensors], *numbers)
+            if notes.launches is not None:
+                notes.launches.append(Launch(compiled.run, grid, handles, tensors, numbers))
             return
+        notes.launches = None  # of those that are written down, none may be missing
         arguments = (*tensors, *strides, *sizes, *floats, *constants)
         options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": True}
         if early:
