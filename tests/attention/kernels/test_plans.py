@@ -71,8 +71,10 @@ def as_on_a_gpu(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(one, "kept", Compiled(one.kernel))
     for module in (launcher, plans):
         monkeypatch.setattr(module, "_current_stream", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # as a CPU tensor's device has no index
+    monkeypatch.setattr(plans, "_current_device", lambda: None)  # as a CPU tensor's device has no index
+    monkeypatch.setattr(plans, "_capturing", lambda: False)
     monkeypatch.setattr(plans, "_kept", {})
+    monkeypatch.setattr(plans, "_zeros", {})
 
 
 @pytest.fixture
@@ -156,6 +158,31 @@ def test_what_is_not_finite_is_repaired(call: Call) -> None:
         return made
 
     assert_planned(call, fresh)
+
+
+def test_zeros_are_handed_out_once(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "FILLED", 100)
+    seen: set[int] = set()
+    kept = []  # so that no address comes again
+    for stream in (0, 0, 0, 1, 0, 0):
+        place = plans.zeros(call["q"], -1, stream, 160)
+        memory = plans._zeros[-1, stream].memory
+        kept.append(memory)
+        first = (place - memory.data_ptr()) // 4
+        here = memory[first : first + 40]
+        assert len(here) == 40
+        assert bool((here == 0).all())
+        here.fill_(1)
+        assert place not in seen
+        seen.add(place)
+    assert plans._zeros[-1, 0].memory is not plans._zeros[-1, 1].memory
+
+
+@pytest.mark.parametrize("why", ["a graph", "many"])
+def test_who_must_not_share_zeros_has_their_own(call: Call, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*((plans, "_capturing", lambda: True) if why == "a graph" else (plans, "FEW_ZEROS", 16)))
+    assert_planned(call)
+    assert not plans._zeros
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ places. Only calls with ALiBi that want no gradient are kept; without a bias, to
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lengthen.attention.biases import Decay, Linear
 from lengthen.attention.kernels.ops import unwatched
@@ -22,9 +24,12 @@ from lengthen.attention.masks import Blockwise, Causal, Mask, Window
 
 MOST = 512  # keys that are kept: when there are more, all are forgotten
 LARGEST = 1 << 18  # numbers, 1 MB, that a call makes for itself: one with more keeps the GPU busy for long enough
+FILLED, FEW_ZEROS = 1 << 18, 1 << 14  # numbers that are filled with 0 at once, and bytes of them for one call at most
 ALIGNED = 16  # bytes: what pointers are compiled for
 HALF = (torch.bfloat16, torch.float16)  # float32 is computed as a setting of torch's says
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 NUMBERS = (type(None), int, float)  # what a number of a call may be
 # The masks that say all by a number.
@@ -79,14 +84,14 @@ def key(
 
     Nothing is checked yet: a call that is refused is never kept, so whatever is found was found to be right before.
     """
-    if bias.ahead is not None or decay is not None or not unwatched(q, k, v):
+    if bias.ahead is not None or decay is not None or not unwatched(q, k, v) or forward_ad._current_level >= 0:
         return None
     slopes, dtype, device, kind = bias.slopes, q.dtype, q.device, type(mask)
     if dtype not in HALF or slopes.dtype != torch.float32 or not slopes.is_contiguous():
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or slopes.requires_grad):
         return None
-    if getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0 or torch.cuda.current_device() != device.index:
+    if _current_device() != device.index:
         return None
     if kind not in SIZES or mask.key_start is not None or mask.document_starts is not None:
         return None
@@ -107,9 +112,52 @@ def key(
     if pointers % ALIGNED:
         return None
     return (
-        *(q.shape, k.shape, v.shape, strides, dtype, k.dtype, v.dtype, device, k.device, v.device, slopes.shape),
-        *(slopes.device, kind, SIZES[kind](mask), norm, not return_lse, backend, scale, q_start, tolerance),
+        q.shape,
+        k.shape,
+        v.shape,
+        strides,
+        dtype,
+        k.dtype,
+        v.dtype,
+        device,
+        k.device,
+        v.device,
+        slopes.shape,
+        slopes.device,
+        kind,
+        SIZES[kind](mask),
+        norm,
+        not return_lse,
+        backend,
+        scale,
+        q_start,
+        tolerance,
     )
+
+
+class Zeros:
+    """Memory of one stream that is 0, each part handed out once: one fill for many calls.
+
+    What is handed out is not kept: whoever uses it later than on this stream, or in a CUDA graph, which would find it
+    used, must have their own. (Should two threads get the same part, each would read more than it needs.)
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.memory = like.new_zeros(FILLED, dtype=torch.float32)
+        self.next, self.end = self.memory.data_ptr(), self.memory.data_ptr() + 4 * FILLED
+
+
+def zeros(like: Tensor, device: int, stream: int, size: int) -> int:
+    """Return where so many bytes are 0 for the next launches on a stream; size is a multiple of `ALIGNED`."""
+    some = _zeros.get((device, stream))
+    if some is None or some.next + size > some.end:
+        some = _zeros[device, stream] = Zeros(like)
+    place = some.next
+    some.next = place + size
+    return place
+
+
+_zeros: dict[tuple[int, int], Zeros] = {}
 
 
 class Plan:
@@ -131,20 +179,18 @@ class Plan:
             out: what it returns, and lse.
             made: what was made for the launches alone.
             launches: as they were made.
-            zeroed: whether what is made must be 0 at first.
+            zeroed: whether the last of `made` must be 0 at first.
         """
         from lengthen.attention.kernels.launcher import watched
 
         self.watched = watched
-        self.shape, self.strides, self.rows, self.zeroed = out.shape, out.stride(), lse.shape, zeroed
+        self.shape, self.strides, self.rows = out.shape, out.stride(), lse.shape
         self.device = out.get_device()
-        places = {id(x): number for number, x in enumerate((*inputs, out))}
-        self.offsets: list[int] = []  # of lse and all that was made, in one room: bytes
-        self.room = 0  # numbers of 4 bytes
-        for x in (lse, *made):
-            places[id(x)] = len(places)
-            self.offsets.append(4 * self.room)
-            self.room += -(-x.numel() * x.element_size() // ALIGNED) * (ALIGNED // 4)
+        places = {id(x): number for number, x in enumerate((*inputs, out, lse, *made))}
+        sizes = [-(-x.numel() * x.element_size() // ALIGNED) * ALIGNED for x in (lse, *made)]  # bytes
+        self.zeros = sizes.pop() if zeroed else 0
+        self.room = sum(sizes) // 4  # numbers: lse and what was made, one after the other
+        self.offsets = list(itertools.accumulate(sizes[:-1], initial=0))
         self.launches = [
             (one.run, one.grid, one.handles, operator.itemgetter(*[places[id(x)] for x in one.tensors]), one.numbers)
             for one in launches
@@ -153,12 +199,16 @@ class Plan:
     def __call__(self, q: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Launch for these inputs; return out, and the room that begins with lse."""
         out = q.new_empty_strided(self.shape, self.strides)
-        room = (q.new_zeros if self.zeroed else q.new_empty)(self.room, dtype=torch.float32)
-        pointers = [x.data_ptr() for x in inputs]
-        pointers.append(out.data_ptr())
+        room = q.new_empty(self.room, dtype=torch.float32)
         start = room.data_ptr()
-        pointers += [start + offset for offset in self.offsets]
+        pointers = [x.data_ptr() for x in inputs]
+        pointers += [out.data_ptr(), *[start + offset for offset in self.offsets]]
         stream = _current_stream(self.device)
+        if self.zeros and (_capturing() or self.zeros > FEW_ZEROS):
+            own = q.new_zeros(self.zeros // 4, dtype=torch.float32)  # until all is launched
+            pointers.append(own.data_ptr())
+        elif self.zeros:
+            pointers.append(zeros(q, self.device, stream, self.zeros))
         for run, grid, handles, chosen, numbers in self.launches:
             run(*grid, stream, *handles, *chosen(pointers), *numbers)
         return out, room
