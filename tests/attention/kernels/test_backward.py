@@ -107,6 +107,25 @@ def test_a_decay_is_the_reference_s(
     assert_decayed(call | {"decay": Decay(rates)}, bias)
 
 
+@pytest.mark.parametrize(("mask", "bias", "own"), [("causal", "none", True), ("window", "linear", False)])
+def test_a_decay_over_one_segment_is_the_reference_s(
+    mask: str,
+    bias: str,
+    own: bool,
+    qkv: Callable[..., Call],
+    mask_of: Callable[..., Any],
+    bias_of: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernels, "SEGMENT_UNIT", 16)
+    for queries, segment in ((50, 80), (81, 80), (50, 64)):  # there is no more than one, the first query stands before
+        monkeypatch.setattr(kernels, "SEGMENT", segment)  # the first key, and there are two
+        call = qkv(1, 2, queries, 16, keys=80, key_heads=1) | {"mask": mask_of(mask, 80)}
+        call["bias"] = bias_of(bias, call)
+        rates = 0.8 + 0.2 * torch.rand((2, 16) if own else (16,), dtype=torch.float64)
+        assert_decayed(call | {"decay": Decay(rates)}, bias)
+
+
 def test_a_decay_nearly_too_fast_for_a_segment_is_the_reference_s(
     qkv: Callable[..., Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:

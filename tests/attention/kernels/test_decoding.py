@@ -479,15 +479,24 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_many_queries_or_a_decay_are_not_decoded(qkv: Callable[..., Call], seen: list[str]) -> None:
+def test_many_queries_or_a_fast_decay_are_not_decoded(qkv: Callable[..., Call], seen: list[str]) -> None:
     for call in (
         qkv(1, 1, shapes.FEW + 1, 16, keys=40),
         qkv(1, 5, shapes.FEW, 16, keys=40, key_heads=1),  # few, but too many rows
-        qkv(1, 1, 1, 16, keys=40) | {"decay": Decay(torch.full((16,), 0.99))},
+        qkv(1, 1, 1, 16, keys=140) | {"decay": Decay(torch.full((16,), 0.71))},  # 128 keys are a segment
     ):
         seen.clear()
         lengthen.attention(**call, backend="triton")
         assert seen == ["attend"]
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_slow_decay_is_decoded(queries: int, qkv: Callable[..., Call], seen: list[str]) -> None:
+    call = qkv(2, 4, queries, 16, keys=90, key_heads=2) | {"bias": Linear(torch.tensor([0.3, 2, 1, 0.01]))}
+    call["decay"] = Decay(torch.linspace(0.8, 1, 16, dtype=torch.float64))
+    for known in ({}, {"key_norm": norms(call["k"])}):  # of keys that have no decay in them: here it says nothing
+        assert_decoded(call | known)
+    assert seen == ["decode", "decode"]
 
 
 @pytest.mark.parametrize("leaf", ["q", "k", "v", "slopes", "ahead"])

@@ -101,20 +101,22 @@ def test_is_the_reference_for_many_shapes(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("segment", [256, 1024])  # 700 keys are in three, or in one
 @pytest.mark.parametrize(("mask", "head_dim"), [("causal", 64), ("window", 64), ("blockwise", 128)])
 def test_a_decay_is_the_reference_s(
     mask: str,
     head_dim: int,
+    segment: int,
     dtype: torch.dtype,
     qkv: Callable[..., Call],
     mask_of: Callable[..., Any],
     off: Callable[..., dict[str, float]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kernels, "SEGMENT", 256)  # so that 700 keys are in three
-    for queries, heads, key_heads in ((700, 2, 2), (333, 4, 2)):
+    monkeypatch.setattr(kernels, "SEGMENT", segment)
+    for queries, heads, key_heads in ((700, 2, 2), (333, 4, 2), (3, 4, 2)):
         call = qkv(2, heads, queries, head_dim, keys=700, key_heads=key_heads, dtype=dtype, device="cuda")
-        rates = torch.linspace(0.99, 1, head_dim, dtype=torch.float64, device="cuda")
+        rates = torch.linspace(0.995, 1, head_dim, dtype=torch.float64, device="cuda")
         call |= {"mask": mask_of(mask, 700, device="cuda"), "decay": Decay(rates)}
         # Queries and keys are rounded once more, with the decay in them.
         assert all(error <= 3 * WITHIN[dtype][1] for error in off(call).values())

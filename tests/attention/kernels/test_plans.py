@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ class Interpreted:
     """A kernel that has been compiled, as far as the launcher knows: it gets pointers as numbers."""
 
     function = packed_metadata = None
+    repaired: ClassVar[list[bool]] = []  # whether the forward asked for it
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -39,6 +40,11 @@ class Interpreted:
             self.at(value, name) if name in DTYPES or name in ("q", "k", "v", "out", *UNREAD) else value
             for name, value in zip(self.kernel.arg_names, arguments[5:], strict=True)
         ]
+        if self.kernel.__name__ == "repair":
+            given = dict(zip(self.kernel.arg_names, values, strict=True))
+            heads = given["batch"] * given["heads"]
+            flag = given["notes"].data_ptr() + 4 * (heads // given["group"] + 2 * heads)
+            self.repaired.append(bool(self.at(flag, "notes")[0]))
         self.kernel[(x, y, z)](*values)
 
     @staticmethod
@@ -63,8 +69,8 @@ class Compiled(dict[Any, Any]):
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_gpu(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have launches go the way that they go on a GPU, and nothing be kept from other tests."""
+def as_on_a_gpu(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have launches go the way that they go on a GPU, memory be full of NaN, and nothing be kept from other tests."""
     launcher = importlib.import_module("lengthen.attention.kernels.launcher")
     for one in vars(importlib.import_module("lengthen.attention.kernels.launch")).values():
         if isinstance(one, launcher.Launcher):
@@ -75,6 +81,10 @@ def as_on_a_gpu(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "_capturing", lambda: False)
     monkeypatch.setattr(plans, "_kept", {})
     monkeypatch.setattr(plans, "_zeros", {})
+    Interpreted.repaired.clear()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -115,7 +125,7 @@ def attend(call: Call) -> tuple[tuple[Tensor, Tensor], bool]:
     return kernels.attention(q, k, v, bias, None, mask, *place, norm, key), False  # type: ignore[arg-type]
 
 
-def assert_planned(call: Call, fresh: Callable[[Tensor], Tensor] = torch.randn_like) -> None:
+def assert_planned(call: Call, fresh: Callable[[Tensor], Tensor] = torch.randn_like, repaired: bool = False) -> None:
     """Check that the third of three such calls, each with numbers of its own, is made by a plan, and all are right."""
     for by_plan in (False, False, True):
         for name in "qkv":
@@ -129,6 +139,7 @@ def assert_planned(call: Call, fresh: Callable[[Tensor], Tensor] = torch.randn_l
         expected = lengthen.attention(**call, backend="reference", return_lse=True)
         torch.testing.assert_close(out, expected[0], rtol=0, atol=3e-3, equal_nan=True)
         torch.testing.assert_close(lse, expected[1].float(), rtol=0, atol=3e-3, equal_nan=True)
+        assert all(x is repaired for x in Interpreted.repaired)
         assert (out.stride(1) < out.stride(2)) is (call["q"].stride(1) < call["q"].stride(2))
 
 
@@ -157,7 +168,7 @@ def test_what_is_not_finite_is_repaired(call: Call) -> None:
         made[0, 0, 20] = float("nan")
         return made
 
-    assert_planned(call, fresh)
+    assert_planned(call, fresh, repaired=True)
 
 
 def test_zeros_are_handed_out_once(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from lengthen.attention.kernels.ops import attend, decode, run_attend, run_decod
 from lengthen.attention.masks import Bidirectional, Blockwise, Causal, Mask, Window
 
 WIDEST = 256  # features of a key or value
+RATES = 7  # where the rates of a decay stand among the ops' arguments
 SEGMENT, SEGMENT_UNIT = 1 << 16, 128  # keys that a decay is scaled into from one start: at most, and a divisor of it
 # log₂ of how small a decay's power may get within a segment, and so how large in its keys: far from the dtype's ends.
 LEAST_POWER = {torch.float16: -5, torch.bfloat16: -64, torch.float32: -64}
@@ -114,7 +115,7 @@ def attention(
     pulled = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, behind, ahead))
     direct = not pulled and unwatched(q, k, v)
     arguments = _arguments(q, k, v, bias, decay, mask, scale, q_start, tolerance, key_norm)
-    few = not pulled and decay is None and shapes.few(q.shape[2], q.shape[1] // k.shape[1])
+    few = not pulled and arguments[RATES] is None and shapes.few(q.shape[2], q.shape[1] // k.shape[1])
     if direct:
         run = run_decode if few else run_attend
         if key is not None and plans.due(key) and isinstance(bias, Linear):
@@ -187,46 +188,48 @@ def _arguments(
     rates, segment = None, 0
     if decay is not None:
         segment = _segment(decay, q.dtype)
-        k, v, rates = _scaled(q, k, v, decay, segment)
-    return (
+        rates = decay.rates.double().log2().float().expand(q.shape[1], -1).contiguous()  # in units of log 2
+        if decay.rates.dim() > 1 and k.shape[1] != q.shape[1]:  # a decay of each head's own, and heads that share keys
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        k = _scaled(k, rates, segment, 0, grow=True)
+        if q_start >= 0 and max(q_start + q.shape[2], k.shape[2]) <= segment:  # then there is no more to it
+            q = _scaled(q, rates, segment, q_start, grow=False)
+            rates, segment, tolerance, key_norm = None, 0, 0.0, None
+    return (  # rates at RATES
         *(q, k, v, behind, ahead, first, last, rates, key_norm),
         *(kind, size, linear, two_sided, scale, q_start, tolerance, segment, level),
     )
 
 
-def _scaled(q: Tensor, k: Tensor, v: Tensor, decay: Decay, segment: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return keys scaled from the start of their segment, their values, and the rates `[heads, head_dim]` by log 2."""
-    rates = decay.rates.double().log2().float().expand(q.shape[1], -1).contiguous()
-    if decay.rates.dim() > 1 and k.shape[1] != q.shape[1]:  # a decay of each head's own, and heads that share keys
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    if unwatched(k):
-        k = Grown.apply(k, rates, segment)  # type: ignore[no-untyped-call]
-    else:  # torch.compile makes one pass of it
-        steps = torch.arange(k.shape[2], device=k.device) % segment
-        k = (k * torch.exp2(-rates[: k.shape[1]].unsqueeze(1) * steps.unsqueeze(-1))).to(k.dtype)
-    return k, v, rates
+def _scaled(x: Tensor, rates: Tensor, segment: int, start: int, grow: bool) -> Tensor:
+    """Return x, whose first row stands at `start`, times its decay since the start of its segment; or divided by it."""
+    if unwatched(x):
+        return Scaled.apply(x, rates, segment, start, grow)  # type: ignore[no-any-return,no-untyped-call]
+    steps = torch.arange(start, start + x.shape[2], device=x.device) % segment  # torch.compile makes one pass of it
+    sign = -1 if grow else 1
+    return (x * torch.exp2(sign * rates[: x.shape[1]].unsqueeze(1) * steps.unsqueeze(-1))).to(x.dtype)
 
 
-class Grown(torch.autograd.Function):
-    """x divided by its decay since the start of its segment, in one pass each way."""
+class Scaled(torch.autograd.Function):
+    """x with a decay in it or out of it, in one pass each way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rates: Tensor, segment: int) -> Tensor:
-        """Return the keys that go into the kernels."""
+    def forward(ctx: Any, x: Tensor, rates: Tensor, *how: Any) -> Tensor:
+        """Return what goes into the kernels."""
         ctx.save_for_backward(rates)
-        ctx.segment = segment
-        return _grown(x, rates, segment)
+        ctx.how = how
+        return _scale(x, rates, *how)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of x; nothing else has one."""
         (rates,) = ctx.saved_tensors
-        return _grown(gradient, rates, ctx.segment), None, None
+        return _scale(gradient, rates, *ctx.how), None, None, None, None
 
 
-def _grown(x: Tensor, rates: Tensor, segment: int) -> Tensor:
+def _scale(x: Tensor, rates: Tensor, segment: int, start: int, grow: bool) -> Tensor:
     from lengthen.attention.kernels.launch import scaled_rows
 
     x = x if x.stride(3) == 1 else x.contiguous()
     with torch.cuda.device(x.get_device()):
-        return scaled_rows(x, rates, segment, grow=True)
+        return scaled_rows(x, rates, segment, start, grow)

@@ -10,14 +10,14 @@ from lengthen.attention.kernels.tile import SIZES, fading, load
 
 @triton.jit(do_not_specialize=SIZES)  # type: ignore[untyped-decorator]
 def scale_rows(  # type: ignore[no-untyped-def]
-    x, y, rates, xb, xh, xl, yb, yh, yl, heads, keys, blocks, segment,
+    x, y, rates, xb, xh, xl, yb, yh, yl, heads, keys, blocks, segment, q_start,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, GROW: tl.constexpr,
 ):  # fmt: skip
-    """Write x times its decay since the start of its segment, or with GROW divided by it."""
+    """Write x, whose first row stands at q_start, times its decay since the start of its segment; with GROW divided."""
     block, head = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     b, h = head // heads, head % heads
     row = block * ROWS + tl.arange(0, ROWS)
-    steps = row % segment
+    steps = (q_start + row) % segment
     factor = fading(rates, h, -steps if GROW else steps, D, WIDTH)
     within = tl.minimum(row, keys - 1).to(tl.int64)  # rows past the end repeat the last
     rows = load(x + b.to(tl.int64) * xb + h.to(tl.int64) * xh, within, xl, D, keys, WIDTH, False)

@@ -263,7 +263,7 @@ def run_backward(
     ordered, slopes = call.measures(given), bias and call.bias == LINEAR
     strides = (*_strides(q), *_strides(k), *_strides(v))
 
-    faded = q if call.rates is None else scaled_rows(q, call.rates, call.segment, grow=False)
+    faded = q if call.rates is None else scaled_rows(q, call.rates, call.segment, 0, grow=False)
     shape = call.shape("of_queries")
     blocks = -(-call.queries // shape.queries)
     parts = lse.new_empty((2, call.batch, call.heads, blocks)) if slopes else lse
@@ -313,10 +313,10 @@ def run_backward(
     return d_q, d_k, d_v, d_behind, d_ahead
 
 
-def scaled_rows(x: Tensor, rates: Tensor, segment: int, grow: bool) -> Tensor:
+def scaled_rows(x: Tensor, rates: Tensor, segment: int, start: int, grow: bool) -> Tensor:
     """Return x `[batch, heads, rows, D]` with the decay since the start of a row's segment in it, or taken out of it.
 
-    rates are in units of log 2, `[heads, D]` or the same for all heads.
+    The first row stands at `start`. rates are in units of log 2, `[heads, D]` or the same for all heads.
     """
     y = torch.empty_like(x)
     batch, heads, rows, width = x.shape
@@ -325,7 +325,7 @@ def scaled_rows(x: Tensor, rates: Tensor, segment: int, grow: bool) -> Tensor:
         (blocks * batch * heads, 1, 1),
         (x, y, rates),
         (*_strides(x), *_strides(y)),
-        (heads, rows, blocks, segment),
+        (heads, rows, blocks, segment, start),
         (),
         (width, _block(width), SCALED, grow),
         warps=4,

@@ -246,11 +246,14 @@ def due(key: Key) -> bool:
 def keep(
     key: Key, run: Callable[..., tuple[Tensor, ...]], arguments: tuple[Any, ...], inputs: Sequence[Tensor], zeroed: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of a call, and keep its launches if they can be made again."""
+    """Return out and lse of a call, and keep its launches if they can be made again.
+
+    `run` returns out, lse and what else it made; `zeroed` says whether the last of that must be 0 at first.
+    """
     notes.launches, notes.made = [], []
     try:
         out, lse, *others = run(*arguments)
-        launches, made = notes.launches, [*others, *notes.made]
+        launches, made = notes.launches, [*notes.made, *others]
     finally:
         notes.launches, notes.made = None, []
     if launches is not None:  # None: something had to be compiled first, and the next call will do
