@@ -42,7 +42,6 @@ def padded(mask: Any) -> Any:
 # The kernels to compile of a call, and the call: in bfloat16 with as many queries as keys, unless it says otherwise.
 Case = tuple[str, dict[str, Any]]
 DECAY = Decay(torch.full((DIM,), 0.9))  # so fast that the keys are in three segments
-SLOW_DECAY = Decay(torch.full((DIM,), 0.999))  # in one
 CASES: dict[str, Callable[[], list[Case]]] = {
     "forward": lambda: [
         ("ball forward", {"mask": Causal(), "bias": slopes()}),
@@ -50,7 +49,6 @@ CASES: dict[str, Callable[[], list[Case]]] = {
         ("forward repair", {"mask": Bidirectional(), "bias": slopes()}),
         ("forward repair", {"mask": padded(Blockwise(64)), "bias": table()}),
         ("scale_rows forward repair", {"mask": Blockwise(64), "decay": DECAY}),
-        ("forward", {"mask": Causal(), "decay": SLOW_DECAY}),
         ("forward", {"mask": Causal(), "bias": table(level=100)}),
         ("forward", {"mask": Causal(), "bias": slopes(), "dtype": torch.float16}),
         ("forward", {"mask": Causal(), "dtype": torch.float32}),
@@ -61,7 +59,6 @@ CASES: dict[str, Callable[[], list[Case]]] = {
         ("of_queries of_keys", {"mask": Window(100), "queries": KEYS - 1, "wanted": "out"}),
         ("of_queries of_keys", {"mask": Causal(), "bias": table(level=100), "wanted": "out"}),
         ("scale_rows of_queries of_keys", {"mask": Blockwise(64), "decay": DECAY, "wanted": "out"}),
-        ("of_queries of_keys", {"mask": Causal(), "decay": SLOW_DECAY, "wanted": "out"}),
         ("of_queries of_keys gather fold", {"mask": padded(Causal()), "bias": table(), "wanted": "all"}),
         ("gather", {"mask": Bidirectional(), "bias": table(), "wanted": "out"}),
         ("of_queries of_keys", {"mask": Causal(), "dtype": torch.float32, "wanted": "out"}),
@@ -83,12 +80,12 @@ BRANCHES: dict[str, dict[str, dict[str, set[Any]]]] = {
     "forward": {
         "ball": {},
         "scale_rows": {"GROW": {True}},
-        "forward": PLAIN | {"REACH": {0, 1, 2}, "STEADY": EITHER, "DECAY": {0, 1, 2}},
-        "repair": {"MASK": {2, 3, 4}, "BIAS": BIASES, "TWO_SIDED": EITHER, "DECAY": {0, 2}},
+        "forward": PLAIN | {"REACH": {0, 1, 2}, "STEADY": EITHER, "DECAY": EITHER},
+        "repair": {"MASK": {2, 3, 4}, "BIAS": BIASES, "TWO_SIDED": EITHER, "DECAY": EITHER},
     },
     "backward": {
-        "of_queries": PLAIN | {"SLOPES": EITHER, "ORDERED": EITHER, "LSE": EITHER, "DECAY": {0, 1, 2}},
-        "of_keys": PLAIN | {"ORDERED": EITHER, "DECAY": {0, 1, 2}, "FILLED": EITHER},
+        "of_queries": PLAIN | {"SLOPES": EITHER, "ORDERED": EITHER, "LSE": EITHER, "DECAY": EITHER},
+        "of_keys": PLAIN | {"ORDERED": EITHER, "DECAY": EITHER, "FILLED": EITHER},
         "gather": {"MASK": {3, 4}},
         "scale_rows": {"GROW": EITHER},
         "fold": {},

@@ -114,9 +114,8 @@ def attention(
     behind, ahead = bias.tensors if bias is not None else (None, None)
     pulled = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, behind, ahead))
     direct = not pulled and unwatched(q, k, v)
-    few = not pulled and shapes.few(q.shape[2], q.shape[1] // k.shape[1])
-    arguments = _arguments(q, k, v, bias, decay, mask, scale, q_start, tolerance, key_norm, few)
-    few = few and arguments[RATES] is None
+    arguments = _arguments(q, k, v, bias, decay, mask, scale, q_start, tolerance, key_norm)
+    few = not pulled and arguments[RATES] is None and shapes.few(q.shape[2], q.shape[1] // k.shape[1])
     if direct:
         run = run_decode if few else run_attend
         if key is not None and plans.due(key) and isinstance(bias, Linear):
@@ -166,9 +165,8 @@ def _arguments(
     q_start: int,
     tolerance: float,
     key_norm: Tensor | None,
-    few: bool = False,
 ) -> tuple[Any, ...]:
-    """Return what the ops take. `few`: as decoding takes it, where a decay lets it be decoded."""
+    """Return what the ops take."""
     behind, ahead = bias.tensors if bias is not None else (None, None)
     key_norm = None if key_norm is None else key_norm.contiguous()
     kind, size = codes.CAUSAL, 0
@@ -194,7 +192,7 @@ def _arguments(
         if decay.rates.dim() > 1 and k.shape[1] != q.shape[1]:  # a decay of each head's own, and heads that share keys
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         k = _scaled(k, rates, segment, 0, grow=True)
-        if few and q_start >= 0 and max(q_start + q.shape[2], k.shape[2]) <= segment:  # then there is no more to it
+        if q_start >= 0 and max(q_start + q.shape[2], k.shape[2]) <= segment:  # then there is no more to it
             q = _scaled(q, rates, segment, q_start, grow=False)
             rates, segment, tolerance, key_norm = None, 0, 0.0, None
     return (  # rates at RATES

@@ -21,8 +21,6 @@ from lengthen.attention.kernels.tile import (
     LISTED,
     LOG2E,
     NONE,
-    ONE_SEGMENT,
-    SEGMENTS,
     SHOWN,
     SIZES,
     WINDOW,
@@ -173,15 +171,7 @@ def of_queries(  # type: ignore[no-untyped-def]
     acc = tl.zeros([M, WIDTH], tl.float32)
     along = tl.zeros([M], tl.float32)
     onward = tl.zeros([M], tl.float32)
-    if DECAY == ONE_SEGMENT:  # keys are scaled from the first on: so are the queries
-        faded = faded_rows(q, row.to(tl.int64), ql, rates, h, position, queries, D, WIDTH)
-        acc, along, onward = pull_interval(
-            acc, along, onward, faded, d_out_here, k, v, kl, vl, lo, hi, full_lo, full_hi, keys, log_sum,
-            share, position, begin, end, scale2, slope, ahead, table, here, level,
-            D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, SLOPES, PRECISION,
-        )  # fmt: skip
-        acc *= fading(rates, h, position, D, WIDTH)
-    elif DECAY == SEGMENTS:  # keys are scaled from the start of their segment: for each, so are the queries
+    if DECAY:  # keys are scaled from the start of their segment: for each, so are the queries
         at, segment_lo = lo, lo // segment * segment
         faded = faded_rows(q, row.to(tl.int64), ql, rates, h, position - segment_lo, queries, D, WIDTH)
         while at < hi:  # from the farthest, so that what is summed so far only ever fades
@@ -377,7 +367,7 @@ def of_keys(  # type: ignore[no-untyped-def]
         base_g = d_out + b.to(tl.int64) * gb + h.to(tl.int64) * gh
         of_rows = of_head.to(tl.int64) * queries
         base_table = table + h.to(tl.int64) * table_stride
-        if DECAY == SEGMENTS:  # queries are scaled from the start of their segment of rows: for each, so are the keys
+        if DECAY:  # queries are scaled from the start of their segment of rows: for each, so are the keys
             until = to_block
             part = acc_k  # zeros, where no heads share keys
             if group > 1:

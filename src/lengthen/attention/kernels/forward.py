@@ -22,8 +22,6 @@ from lengthen.attention.kernels.tile import (
     LINEAR,
     LOG2E,
     NONE,
-    ONE_SEGMENT,
-    SEGMENTS,
     SHOWN,
     SIZES,
     above,
@@ -202,14 +200,7 @@ def forward(  # type: ignore[no-untyped-def]
             bound = scale2 * tl.sum(wide * middle[None, :], 1) + tl.abs(scale2) * length * ball + exact
         offset = (position - here).to(tl.float32)
 
-    if DECAY == ONE_SEGMENT:  # keys are scaled from the first on: so are the queries
-        base = q + (block * M).to(tl.int64) * ql
-        faded = faded_rows(base, local, ql, rates, h, position, queries, D, WIDTH)
-        acc, total, top = absorb_interval(
-            acc, total, top, faded, k, v, kl, vl, lo, hi, full_lo, full_hi, keys, position, begin, end, scale2,
-            slope, ahead, table, here, level, D, DV, WIDTH, VALUES, N, MASK, BIAS, TWO_SIDED, NEAR, FAR, PRECISION,
-        )  # fmt: skip
-    elif DECAY == SEGMENTS:  # keys are scaled from the start of their segment: for each, so are the queries
+    if DECAY:  # keys are scaled from the start of their segment: for each, so are the queries
         until, segment_lo = hi, tl.maximum(hi - 1, 0) // segment * segment
         base = q + (block * M).to(tl.int64) * ql
         faded = faded_rows(base, local, ql, rates, h, position - segment_lo, queries, D, WIDTH)

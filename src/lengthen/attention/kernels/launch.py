@@ -14,21 +14,7 @@ import torch
 from torch import Tensor
 
 from lengthen.attention.kernels import backward, ball, decaying, decoding, forward, repair, shapes, table
-from lengthen.attention.kernels.codes import (
-    CAUSAL,
-    FULL,
-    GIVEN,
-    LEVEL,
-    LINEAR,
-    LISTED,
-    MEASURED,
-    NO_DECAY,
-    NO_REACH,
-    NONE,
-    ONE_SEGMENT,
-    SEGMENTS,
-    TABLE,
-)
+from lengthen.attention.kernels.codes import CAUSAL, FULL, GIVEN, LEVEL, LINEAR, LISTED, MEASURED, NO_REACH, NONE, TABLE
 from lengthen.attention.kernels.launcher import Launcher, facts
 from lengthen.attention.kernels.plans import make
 from lengthen.attention.kernels.shapes import Shape
@@ -96,15 +82,12 @@ class Call:
         self.widths = (head_dim, value_dim, _block(head_dim), _block(value_dim))
         self.rows = shapes.span(head_dim, value_dim, q.dtype)  # of the forward's blocks
         self.early = lets_begin_early(q.device)
-        self.decay = NO_DECAY
-        if rates is not None:
-            one = q_start >= 0 and max(q_start + self.queries, self.keys) <= segment
-            self.decay = ONE_SEGMENT if one else SEGMENTS
 
     def shape(self, kernel: str) -> Shape:
         """Return how this kernel cuts its work."""
         shape = Shape.of(kernel, self.widths[0], self.widths[1], self.q.dtype)
-        if self.decay != NO_DECAY and max(self.widths) > 64:
+        decays = self.rates is not None
+        if decays and max(self.widths) > 64:
             return replace(shape, registers=None)
         if shape.registers is None or not (self.linear and self.mask != CAUSAL):
             return shape
@@ -199,7 +182,7 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tens
         (call.scale, call.exact),
         (
             *(*call.widths, call.rows, shape.keys, call.mask, call.bias, call.two_sided, reach),
-            *(call.steady, call.decay, call.precision, call.early),
+            *(call.steady, call.rates is not None, call.precision, call.early),
         ),
         shape.warps,
         shape.stages,
@@ -213,7 +196,7 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, spans: Tensor, notes: Tens
         strides,
         call.sizes(blocks),
         (call.scale,),
-        (*call.widths, REPAIRED, REPAIRED, call.mask, call.bias, call.two_sided, call.decay, call.early),
+        (*call.widths, REPAIRED, REPAIRED, call.mask, call.bias, call.two_sided, call.rates is not None, call.early),
         warps=4,
         stages=1,
         known=known,
@@ -280,10 +263,7 @@ def run_backward(
     ordered, slopes = call.measures(given), bias and call.bias == LINEAR
     strides = (*_strides(q), *_strides(k), *_strides(v))
 
-    faded = q
-    if call.rates is not None:  # from the start of a segment of rows, or of the only one of keys
-        start = call.q_start if call.decay == ONE_SEGMENT else 0
-        faded = scaled_rows(q, call.rates, call.segment, start, grow=False)
+    faded = q if call.rates is None else scaled_rows(q, call.rates, call.segment, 0, grow=False)
     shape = call.shape("of_queries")
     blocks = -(-call.queries // shape.queries)
     parts = lse.new_empty((2, call.batch, call.heads, blocks)) if slopes else lse
@@ -298,7 +278,7 @@ def run_backward(
         (call.scale,),
         (
             *(*call.widths, shape.queries, shape.keys, call.rows, call.mask, call.bias, call.two_sided),
-            *(slopes, ordered, d_lse is not None, call.decay, call.precision),
+            *(slopes, ordered, d_lse is not None, call.rates is not None, call.precision),
         ),
         shape.warps,
         shape.stages,
@@ -314,7 +294,7 @@ def run_backward(
         (call.scale,),
         (
             *(*call.widths, shape.queries, shape.keys, call.rows, call.mask, call.bias, call.two_sided),
-            *(ordered and call.group == 1, call.decay),
+            *(ordered and call.group == 1, call.rates is not None),
             *(call.queries % shape.queries == 0, call.precision),
         ),
         shape.warps,

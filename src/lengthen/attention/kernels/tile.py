@@ -20,7 +20,6 @@ TABLE, LEVEL = tl.constexpr(codes.TABLE), tl.constexpr(codes.LEVEL)
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # as when the kernels were made
 LOG2E = tl.constexpr(1.4426950408889634)
-ONE_SEGMENT, SEGMENTS = tl.constexpr(codes.ONE_SEGMENT), tl.constexpr(codes.SEGMENTS)
 
 # Which keys of a tile may be hidden: none, any, or only those too far behind.
 SHOWN, EDGES, BEHIND = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
