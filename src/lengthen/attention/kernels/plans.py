@@ -84,14 +84,14 @@ def key(
 
     Nothing is checked yet: a call that is refused is never kept, so whatever is found was found to be right before.
     """
-    if bias.ahead is not None or decay is not None or not unwatched(q, k, v) or forward_ad._current_level >= 0:
+    if bias.ahead is not None or decay is not None or not unwatched(q, k, v):
         return None
     slopes, dtype, device, kind = bias.slopes, q.dtype, q.device, type(mask)
     if dtype not in HALF or slopes.dtype != torch.float32 or not slopes.is_contiguous():
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or slopes.requires_grad):
         return None
-    if _current_device() != device.index:
+    if _current_device() != device.index or getattr(forward_ad, "_current_level", -1) >= 0:
         return None
     if kind not in SIZES or mask.key_start is not None or mask.document_starts is not None:
         return None
@@ -138,8 +138,8 @@ def key(
 class Zeros:
     """Memory of one stream that is 0, each part handed out once: one fill for many calls.
 
-    What is handed out is not kept: whoever uses it later than on this stream, or in a CUDA graph, which would find it
-    used, must have their own. (Should two threads get the same part, each would read more than it needs.)
+    It is for the launches that come next on that stream. A CUDA graph, which is replayed, would find it used, and must
+    have its own. (Should two threads get the same part, the later call would only read more than it needs.)
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -235,8 +235,9 @@ def again(
 
 def due(key: Key) -> bool:
     """Return whether a call's launches should be written down: it is the second of its kind."""
-    if key in _kept:
-        return _kept[key] is None
+    known = _kept.get(key, _kept)  # itself: never seen
+    if known is not _kept:
+        return known is None
     if len(_kept) >= MOST:
         _kept.clear()
     _kept[key] = None
