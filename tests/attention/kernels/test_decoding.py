@@ -46,8 +46,8 @@ def both(call: Call, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     return [got, lengthen.attention(**wide, backend="reference", return_lse=True)]
 
 
-def assert_decoded(call: Call) -> None:
-    """Check out and lse against the reference in float64."""
+def assert_decoded(call: Call) -> tuple[Tensor, Tensor]:
+    """Check out and lse against the reference in float64, and return them."""
     got, expected = both(call, torch.float64)
     assert got[0].dtype == call["q"].dtype
     assert got[1].dtype == torch.float32
@@ -55,6 +55,7 @@ def assert_decoded(call: Call) -> None:
         torch.testing.assert_close(
             ours.double(), theirs, rtol=1e-6, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
         )
+    return got
 
 
 def read(
@@ -157,7 +158,7 @@ def test_of_16_bits_out_is_rounded_once(qkv: Callable[..., Call]) -> None:
 @pytest.mark.parametrize("mask", [Causal(), Window(13), Blockwise(9)], ids=["causal", "window", "blockwise"])
 @pytest.mark.parametrize("method", ["alibi", "t5"])
 def test_one_token_at_a_time_gives_the_rows_of_one_long_call(mask: Any, method: str, qkv: Callable[..., Call]) -> None:
-    length, heads = 36, 2
+    length, heads = 25, 2
     call = qkv(1, heads, length, 16, key_heads=1)
     t5 = T5(heads=heads, head_dim=16, width=32, buckets=8, max_distance=20)
     torch.nn.init.normal_(t5.weight)
@@ -434,8 +435,7 @@ def test_who_sees_nothing_gets_nothing(queries: int, given_norm: bool, qkv: Call
     }
     blind = {}
     for name, case in cases.items():
-        assert_decoded(case)
-        out, lse = lengthen.attention(**case, backend="triton", return_lse=True)
+        out, lse = assert_decoded(case)
         blind[name] = lse[:, 0] == -torch.inf
         assert bool((out[lse == -torch.inf] == 0).all())
         assert bool((out[lse != -torch.inf] != 0).any(-1).all())
