@@ -89,43 +89,36 @@ def test_a_table_s_gradient_is_summed_over_sequences_in_any_number_of_parts(
 
 @pytest.mark.parametrize("own", [False, True], ids=["one decay", "a decay a head"])
 @pytest.mark.parametrize(
-    ("mask", "bias"),
-    [("causal", "none"), ("causal", "linear"), ("window", "linear"), ("window", "table"), ("blockwise padded", "none")],
+    ("mask", "bias", "queries", "segment"),
+    [
+        ("causal", "none", 50, 32),  # 80 keys are in three
+        ("causal", "linear", 50, 32),
+        ("window", "linear", 50, 32),
+        ("window", "table", 50, 32),
+        ("blockwise padded", "none", 50, 32),
+        ("causal", "none", 50, 80),  # in one
+        ("window", "linear", 50, 80),
+        ("causal", "none", 81, 80),  # in one, but the first query stands before it
+        ("window", "linear", 50, 64),  # in two, the second of them short
+    ],
 )
 def test_a_decay_is_the_reference_s(
     mask: str,
     bias: str,
+    queries: int,
+    segment: int,
     own: bool,
     qkv: Callable[..., Call],
     mask_of: Callable[..., Any],
     bias_of: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kernels, "SEGMENT", 32)  # so that 80 keys are in three
-    monkeypatch.setattr(kernels, "SEGMENT_UNIT", 32)
-    call = qkv(2 if " " in mask else 1, 2, 50, 16, keys=80, key_heads=1) | {"mask": mask_of(mask, 80)}
+    monkeypatch.setattr(kernels, "SEGMENT", segment)
+    monkeypatch.setattr(kernels, "SEGMENT_UNIT", 16)
+    call = qkv(2 if " " in mask else 1, 2, queries, 16, keys=80, key_heads=1) | {"mask": mask_of(mask, 80)}
     call["bias"] = bias_of(bias, call)
     rates = 0.8 + 0.2 * torch.rand((2, 16) if own else (16,), dtype=torch.float64)
     assert_decayed(call | {"decay": Decay(rates)}, bias)
-
-
-@pytest.mark.parametrize(("mask", "bias", "own"), [("causal", "none", True), ("window", "linear", False)])
-def test_a_decay_over_one_segment_is_the_reference_s(
-    mask: str,
-    bias: str,
-    own: bool,
-    qkv: Callable[..., Call],
-    mask_of: Callable[..., Any],
-    bias_of: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(kernels, "SEGMENT_UNIT", 16)
-    for queries, segment in ((50, 80), (81, 80), (50, 64)):  # there is no more than one, the first query stands before
-        monkeypatch.setattr(kernels, "SEGMENT", segment)  # the first key, and there are two
-        call = qkv(1, 2, queries, 16, keys=80, key_heads=1) | {"mask": mask_of(mask, 80)}
-        call["bias"] = bias_of(bias, call)
-        rates = 0.8 + 0.2 * torch.rand((2, 16) if own else (16,), dtype=torch.float64)
-        assert_decayed(call | {"decay": Decay(rates)}, bias)
 
 
 def test_a_decay_nearly_too_fast_for_a_segment_is_the_reference_s(
