@@ -54,7 +54,6 @@ class Interpreted:
 
 
 UNREAD = ("table", "first", "last", "rates")
-WINDOW = {"mask": Window(9)}
 
 
 class Compiled(dict[Any, Any]):
@@ -197,35 +196,38 @@ def test_who_must_not_share_zeros_has_their_own(call: Call, why: str, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("one", "other"),
     [
-        {"q": torch.zeros(1, 2, 39, 16, dtype=DTYPE)},
-        {"k": torch.zeros(1, 2, 40, 16, dtype=DTYPE)},
-        {"v": torch.zeros(1, 1, 40, 32, dtype=DTYPE)},
-        {"q": torch.zeros(1, 40, 2, 16, dtype=DTYPE).transpose(1, 2)},
-        {"v": torch.zeros(1, 1, 40, 16, dtype=torch.bfloat16)},
-        {"bias": Linear(torch.ones(8))},
-        WINDOW,
-        {"mask": Window(10)},
-        {"mask": Blockwise(9)},
-        {"scale": 0.1},
-        {"q_start": 3},
-        {"tolerance": 0.01},
-        {"return_lse": False},
-        {"backend": "triton"},
-        {"key_norm": torch.ones(1, 1)},
-        {"key_norm": torch.ones(1, 2)},
-        {"key_norm": torch.ones(1, 1, dtype=torch.float64)},
+        ({}, {"q": torch.zeros(1, 2, 40, 16, dtype=DTYPE)[:, :, :39]}),  # with the same strides
+        ({}, {"k": torch.zeros(1, 1, 40, 16, dtype=DTYPE)[:, :, :39]}),
+        ({}, {"v": torch.zeros(1, 1, 40, 16, dtype=DTYPE)[..., :8]}),
+        ({}, {"q": torch.zeros(1, 40, 2, 16, dtype=DTYPE).transpose(1, 2)}),
+        ({}, {"k": torch.zeros(1, 1, 40, 32, dtype=DTYPE)[..., :16]}),
+        ({}, {"v": torch.zeros(1, 1, 40, 32, dtype=DTYPE)[..., :16]}),
+        *[({}, {x: torch.zeros(1, 2 if x == "q" else 1, 40, 16, dtype=torch.bfloat16)}) for x in "qkv"],
+        *[({}, {x: torch.zeros(1, 2 if x == "q" else 1, 40, 16, dtype=DTYPE, device="meta")}) for x in "qkv"],
+        ({}, {"bias": Linear(torch.ones(8))}),
+        ({}, {"bias": Linear(torch.ones(2, device="meta"))}),
+        ({}, {"mask": Window(9)}),
+        ({"mask": Window(9)}, {"mask": Window(10)}),
+        ({"mask": Window(9)}, {"mask": Blockwise(9)}),
+        ({}, {"scale": 0.1}),
+        ({}, {"q_start": 3}),
+        ({}, {"tolerance": 0.01}),
+        ({}, {"return_lse": False}),
+        ({}, {"backend": "triton"}),
+        ({}, {"key_norm": torch.ones(1, 1)}),
+        ({"key_norm": torch.ones(1, 1)}, {"key_norm": torch.ones(1, 2)}),
+        ({"key_norm": torch.ones(1, 1)}, {"key_norm": torch.ones(1, 1, dtype=torch.float64)}),
+        ({"key_norm": torch.ones(1, 1)}, {"key_norm": torch.ones(1, 1, device="meta")}),
     ],
     ids=str,
 )
-def test_whatever_decides_over_launches_is_a_part_of_the_key(call: Call, other: Call) -> None:
-    keys = [key_of(**(call | one)) for one in ({}, WINDOW, other)]
-    assert keys[0] is not None
-    assert keys[2] is not None
-    assert keys[2] != keys[0]
-    assert (keys[2] == keys[1]) is (other == WINDOW)
-    assert key_of(**(call | other)) == keys[2]
+def test_whatever_decides_over_launches_is_a_part_of_the_key(call: Call, one: Call, other: Call) -> None:
+    keys = [key_of(**(call | one)), key_of(**(call | one | other))]
+    assert None not in keys
+    assert keys[0] != keys[1]
+    assert keys == [key_of(**(call | one)), key_of(**(call | one | other))]
 
 
 @pytest.mark.parametrize(
@@ -252,6 +254,7 @@ def test_whatever_decides_over_launches_is_a_part_of_the_key(call: Call, other: 
         {"backend": "reference"},
         {"backend": ["triton"]},
         {"key_norm": torch.ones(1, 4)[:, ::4].expand(2, 1)},
+        {"key_norm": torch.ones(5)[1:2].view(1, 1)},  # not aligned
         {"key_norm": 3.0},
     ],
     ids=str,

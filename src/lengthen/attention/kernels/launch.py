@@ -23,7 +23,6 @@ LOG2E = math.log2(math.e)
 BALL_ROWS, BALL_KEYS = 64, 256  # keys that a program of the pass over them loads at once, and takes in all
 REPAIRED, REPAIRERS = 32, 264  # rows of the repair's blocks, and its programs, which mostly end at once
 MOST_SPLITS, DECODERS = 192, 448  # programs of decoding, for a sequence and in all
-SHARING = 6 / 7  # of these, where heads share keys: more would not be on the GPU at once
 JOINED, JOINED_SHARES = 64, 128  # features and shares that a program joins at once
 ROOM = 168  # registers that a thread gets at least where there is more to hold, so that few are kept in memory
 SCALED = 64  # rows of a program that puts a decay into queries or keys
@@ -86,8 +85,7 @@ class Call:
     def shape(self, kernel: str) -> Shape:
         """Return how this kernel cuts its work."""
         shape = Shape.of(kernel, self.widths[0], self.widths[1], self.q.dtype)
-        decays = self.rates is not None
-        if decays and max(self.widths) > 64:
+        if self.rates is not None and max(self.widths) > 64:
             return replace(shape, registers=None)
         if shape.registers is None or not (self.linear and self.mask != CAUSAL):
             return shape
@@ -208,8 +206,9 @@ def run_decode(call: Call, out: Tensor, lse: Tensor, lows: Tensor, key_norm: Ten
     """Launch the kernels for few queries into their results."""
     q, k, v, shape = call.q, call.k, call.v, call.shape("decode")
     rows = call.group * call.queries
-    most = min(MOST_SPLITS, int(DECODERS * (1 if call.group == 1 else SHARING)) // call.batch)
-    programs = max(call.key_heads, min(most, call.key_heads * -(-call.keys // shape.keys)))
+    most = DECODERS if call.group == 1 else DECODERS * 6 // 7  # where heads share keys, fewer are on the GPU at once
+    most = min(MOST_SPLITS, most // call.batch, call.key_heads * -(-call.keys // shape.keys))
+    programs = max(call.key_heads, most)
     parts = make(q, call.batch * programs * rows * (call.widths[1] + 2))  # with a unit and a sum for each row
     reach = call.linear and key_norm is not None and call.tolerance > 0 and not call.two_sided
     cut = (shape.keys, 1 << (call.key_heads - 1).bit_length(), 1 << (call.group - 1).bit_length())
