@@ -1,6 +1,6 @@
 """Every position method × mask × way of use: the fast path equals the definition, forward and all gradients.
 
-Shapes are drawn by hypothesis. Tiles are made tiny, so that a few dozen positions already fall into many blocks, chunks
+Shapes are drawn by hypothesis. Runs are made tiny, so that a few dozen positions already fall into many blocks, near
 and far reads.
 """
 
@@ -19,8 +19,8 @@ from torch import Tensor
 
 import lengthen
 from lengthen import Bidirectional, Blockwise, Causal, Window
-from lengthen.attention import chunked, tiles
-from lengthen.attention.masks import Mask
+from lengthen.attention import Mask
+from lengthen.attention.backends.chunked import forward, runs, scores
 from lengthen.positions import PositionMethod, build
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -65,11 +65,12 @@ def method(request: pytest.FixtureRequest) -> PositionMethod:
 
 
 @contextmanager
-def tiny_tiles() -> Iterator[None]:
-    """Make blocks and chunks of a few positions, so that short sequences take every path."""
+def tiny_runs() -> Iterator[None]:
+    """Make blocks of a few positions, so that short sequences take every path."""
     with (
-        mock.patch.multiple(tiles, ROWS=6, TALL=14, NEAR=3, TILE=512, FAR=24, USUAL_REACH=4.0),
-        mock.patch.object(chunked, "AGAIN", 4),
+        mock.patch.multiple(runs, ROWS=6, TALL=18, SPREAD=36, NUMBERS=512),
+        mock.patch.multiple(forward, NEAR=3, FEW=0, SHORT=8, USUAL=4.0, TOGETHER=16),
+        mock.patch.object(scores, "TILE", 512),
     ):
         yield
 
@@ -102,6 +103,12 @@ def attend(
     return lengthen.attention(q, k, v, bias=bias, decay=decay, mask=mask, backend=backend)
 
 
+def ways(method: PositionMethod) -> tuple[str | None, ...]:
+    """Return the backends to compare: what the call picks, and `chunked` where that may be another."""
+    plain = method.bias(1) is None and method.decay() is None
+    return (None, "chunked") if plain else (None,)
+
+
 def gradients(out: Tensor, weight: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     found = torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)]
@@ -114,8 +121,8 @@ def assert_same(method: PositionMethod, q: Tensor, k: Tensor, v: Tensor, mask: M
     expected = attend(method, q, k, v, mask, "reference", **more)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected_gradients = gradients(expected, weight, leaves)
-    for backend in (None, "chunked"):
-        with tiny_tiles():
+    for backend in ways(method):
+        with tiny_runs():
             got = attend(method, q, k, v, mask, backend, **more)
             got_gradients = gradients(got, weight, leaves)
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
@@ -139,9 +146,9 @@ def test_equal_lengths(method: PositionMethod, mask: Mask, seed: int, batch: int
 def test_cached_decoding(method: PositionMethod, mask: str, chunk: int) -> None:
     q, k, v = (x.detach() for x in draw(chunk, 2, 38, 2))
     whole = attend(method, q, k, v, MASKS[mask], "reference")
-    for backend in (None, "chunked"):
+    for backend in ways(method):
         parts = []
-        with tiny_tiles():
+        with tiny_runs():
             for start in range(0, 38, chunk):
                 end = min(start + chunk, 38)
                 parts.append(attend(method, q[:, :, start:end], k[:, :, :end], v[:, :, :end], MASKS[mask], backend))
@@ -158,7 +165,7 @@ def test_left_padding(method: PositionMethod, mask: Mask, seed: int, length: int
     q, k, v = draw(seed, 2, length, 2)
     padded = mask.padded(start)
     assert_same(method, q, k, v, padded, start=start[:, None])
-    with tiny_tiles():
+    with tiny_runs():
         out = attend(method, q, k, v, padded, start=start[:, None])
     for n, first in enumerate(start.tolist()):
         alone = attend(method, *(x[n : n + 1, :, first:] for x in (q, k, v)), mask, "reference")
@@ -175,7 +182,7 @@ def test_packed_documents(method: PositionMethod, mask: Mask, seed: int, documen
     q, k, v = draw(seed, 1, int(ends[-1]), 2)
     packed = mask.packed(starts)
     assert_same(method, q, k, v, packed, start=starts)
-    with tiny_tiles():
+    with tiny_runs():
         out = attend(method, q, k, v, packed, start=starts)
     for size, end in zip(documents, ends.tolist(), strict=True):
         alone = attend(method, *(x[:, :, end - size : end] for x in (q, k, v)), mask, "reference")
@@ -190,7 +197,7 @@ def test_within_rounding(method: PositionMethod, mask: Mask, dtype: torch.dtype,
     q, k = method.rotate(q, positions), method.rotate(k, positions)
     call = {"bias": method.bias(300), "decay": method.decay(), "mask": mask}
     exact = lengthen.attention(q.double(), k.double(), v.double(), **call, backend="reference")
-    for backend in (None, "chunked"):
+    for backend in ways(method):
         out = lengthen.attention(q, k, v, **call, backend=backend)
         assert out.dtype == dtype
         assert (out.double() - exact).abs().max() <= rounding * v.double().abs().max()

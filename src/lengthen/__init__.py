@@ -16,6 +16,7 @@ packages.
 
 from lengthen import positions
 from lengthen.attention import (
+    Ball,
     Bidirectional,
     Blockwise,
     Causal,
@@ -33,6 +34,7 @@ from lengthen.model import ModelConfig, Transformer
 __version__ = "0.1.0"
 
 __all__ = [
+    "Ball",
     "Bidirectional",
     "Blockwise",
     "Causal",

@@ -1,12 +1,12 @@
-"""What the tests of the op share: the comparison with the definition, small tiles, a record of what is read."""
+"""What the tests of the op share: the comparison with the definition, small runs, a record of what is read."""
 
 from __future__ import annotations
 
 import importlib
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -16,16 +16,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lengthen
-from lengthen import Decay, Linear, Table
-from lengthen.attention import chunked, tiles
-from lengthen.attention.tiles import Tile
+from lengthen import Linear, Table
+from lengthen.attention.backends.chunked import backward, forward, runs, scores
+from lengthen.attention.backends.chunked.runs import Run
+from lengthen.attention.masks import positions
 
 Call = dict[str, Any]  # the arguments of `lengthen.attention`
-Read = tuple[slice, slice, slice, int, int]  # sequences, heads, queries, and the keys [lo, hi) they loaded
 HOMES: dict[str, ModuleType] = {
-    **dict.fromkeys(("TILE", "ROWS", "TALL", "NEAR", "FEW", "FAR", "USUAL_REACH"), tiles),
-    "AGAIN": chunked,
+    **dict.fromkeys(("ROWS", "TALL", "SPREAD", "WASTE", "NUMBERS"), runs),
+    **dict.fromkeys(("NEAR", "FEW", "SHORT", "USUAL", "TOGETHER", "CAREFUL"), forward),
+    **dict.fromkeys(("TILE", "SAFE_EXPONENT"), scores),
+    "SHARE": backward,
     "STEP": importlib.import_module("lengthen.attention.reach"),
+}
+SMALL: dict[str, float] = {
+    **{"ROWS": 8, "TALL": 24, "SPREAD": 48, "WASTE": 1.3, "NUMBERS": 512},
+    **{"NEAR": 4, "FEW": 0, "SHORT": 0, "USUAL": 2.0, "TOGETHER": 16, "CAREFUL": 256},
+    **{"TILE": 512, "SAFE_EXPONENT": 5.0, "SHARE": 4, "STEP": 5},
 }
 
 
@@ -44,14 +51,19 @@ def x_transformers() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def small_tiles() -> Callable[..., AbstractContextManager[None]]:
-    """Return a context in which tiles are small, so that a short sequence takes many: `small_tiles(ROWS=4)`."""
+def small_runs() -> Callable[..., AbstractContextManager[None]]:
+    """Return a context in which runs are small, so that a short sequence takes many: `small_runs(ROWS=4)`.
+
+    `threads` is how many torch says that it has.
+    """
 
     @contextmanager
-    def use(**constants: float) -> Iterator[None]:
+    def use(threads: int | None = None, **constants: float) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in constants.items():
+            for name, value in (SMALL | constants).items():
                 patch.setattr(HOMES[name], name, value)
+            if threads is not None:
+                patch.setattr(torch, "get_num_threads", lambda: threads)
             yield
 
     return use
@@ -59,51 +71,71 @@ def small_tiles() -> Callable[..., AbstractContextManager[None]]:
 
 @pytest.fixture(scope="session")
 def constants() -> st.SearchStrategy[dict[str, float]]:
-    """Return what to draw the constants of `small_tiles` from."""
+    """Return what to draw the constants of `small_runs` from."""
     return st.fixed_dictionaries(
         {
-            "TILE": st.sampled_from([64, 256, 1024, 4096]),
             "ROWS": st.integers(4, 16),
-            "TALL": st.integers(8, 32),
+            "TALL": st.integers(8, 40),
+            "SPREAD": st.integers(8, 80),
+            "WASTE": st.sampled_from([1.0, 1.2, 2.0]),
+            "NUMBERS": st.sampled_from([64, 512, 4096]),
             "NEAR": st.integers(2, 8),
             "FEW": st.integers(0, 8),
-            "FAR": st.integers(4, 64),
-            "USUAL_REACH": st.sampled_from([0.5, 2.0, 8.0]),
-            "AGAIN": st.integers(0, 8),
+            "SHORT": st.integers(0, 30),
+            "USUAL": st.sampled_from([0.5, 2.0, 8.0]),
+            "TOGETHER": st.integers(0, 80),
+            "CAREFUL": st.sampled_from([16, 256, 4096]),
+            "TILE": st.sampled_from([32, 256, 1024, 4096]),
+            "SAFE_EXPONENT": st.sampled_from([2.0, 20.0]),
+            "SHARE": st.integers(2, 8),
             "STEP": st.integers(3, 40),
+            "threads": st.sampled_from([1, 3]),
         }
     )
 
 
 @pytest.fixture(scope="session")
-def recorded() -> Callable[[], AbstractContextManager[list[Read]]]:
-    """Return a context that lists every load of keys by a tile, forward and backward."""
+def recorded() -> Callable[[], AbstractContextManager[list[Run]]]:
+    """Return a context that lists every run that is read, forward and backward."""
 
     @contextmanager
-    def record() -> Iterator[list[Read]]:
-        reads: list[Read] = []
-        of_keys = Tile.of_keys
+    def record() -> Iterator[list[Run]]:
+        read: list[Run] = []
+        attend, add = forward._Reading._attend, backward._Backward._add
 
-        def spy(tile: Tile, x: Tensor, lo: int, hi: int) -> Tensor:
-            if x is tile.call.k:
-                reads.append((tile.block.batch, tile.heads, tile.block.rows, lo, hi))
-            return of_keys(tile, x, lo, hi)
+        def spy_forward(reading: Any, run: Run, *rest: Any) -> Any:
+            read.append(run)
+            return attend(reading, run, *rest)
+
+        def spy_backward(pulling: Any, run: Run) -> None:
+            read.append(run)
+            add(pulling, run)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Tile, "of_keys", spy)
-            yield reads
+            patch.setattr(forward._Reading, "_attend", spy_forward)
+            patch.setattr(backward._Backward, "_add", spy_backward)
+            yield read
 
     return record
 
 
 @pytest.fixture(scope="session")
-def scores_read() -> Callable[[list[Read]], int]:
-    """Return a function that counts the scores of recorded reads."""
+def scores_read() -> Callable[[list[Run]], int]:
+    """Return a function that counts the scores of recorded runs."""
+    return lambda read: sum(run.scores for run in read)
 
-    def count(reads: list[Read]) -> int:
-        return sum(math.prod(s.stop - s.start for s in read[:3]) * (read[4] - read[3]) for read in reads)
 
-    return count
+@pytest.fixture(scope="session")
+def spans() -> Callable[[Call], Tensor]:
+    """Return a function that gives the keys [lo, hi) which each block of queries reads, `[2, batch, heads, blocks]`."""
+
+    def read(call: Call) -> Tensor:
+        from lengthen.attention.backends.chunked import op
+        from lengthen.attention.problem import pose
+
+        return op(pose(**{"mask": lengthen.Causal()} | call))[3]
+
+    return read
 
 
 @pytest.fixture(scope="session")
@@ -133,19 +165,20 @@ def results(call: Call, backend: str | None, lse: bool, dtype: torch.dtype | Non
         leaves[name] = (x if dtype is None else x.to(dtype)).detach().clone().requires_grad_()
         return leaves[name]
 
-    bias, decay, given = call.get("bias"), call.get("decay"), dict(call)
-    given.update({name: leaf(f"d{name}", call[name]) for name in "qkv"})
+    bias, decay = call.get("bias"), call.get("decay")
+    given = call | {name: leaf(f"d{name}", call[name]) for name in "qkv"}
     if bias is not None:
-        kind = "slopes" if isinstance(bias, Linear) else "table"
-        behind, ahead = bias.tensors
-        given["bias"] = type(bias)(leaf(f"d{kind}", behind), leaf(f"d{kind} ahead", ahead))
+        name, kind = ("slopes", "slopes") if isinstance(bias, Linear) else ("values", "table")
+        behind, ahead = leaf(f"d{kind}", bias.tensors[0]), leaf(f"d{kind} ahead", bias.tensors[1])
+        given["bias"] = replace(bias, **{name: behind, "ahead": ahead})
     if decay is not None:
-        given["decay"] = Decay(leaf("drates", decay.rates))
+        given["decay"] = replace(decay, rates=leaf("drates", decay.rates))
     got = lengthen.attention(**given, backend=backend, return_lse=lse)
     found = {"out": got[0], "lse": got[1]} if lse else {"out": got}
-    generator, loss = torch.Generator().manual_seed(7), 0
-    for x in found.values():
-        weight = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
+    generator, loss, narrow = torch.Generator().manual_seed(7), 0, call["q"].dtype
+    for name, x in found.items():  # upstream gradients are rounded as the call's own dtype has them, in every dtype
+        rounded = narrow if name == "out" else torch.promote_types(narrow, torch.float32)
+        weight = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device, rounded).to(x.dtype)
         loss = loss + (x.where(x.isfinite(), 0) * weight).sum()
     loss.backward()
     found = {name: x.detach() for name, x in found.items()}
@@ -198,7 +231,7 @@ def table_for() -> Callable[..., Table]:
         q_start = call.get("q_start")
         q_start = keys - q.shape[2] if q_start is None else q_start
         first, last = call["mask"].interval(q.shape[2], keys, q_start, q.device)
-        position = torch.arange(q_start, q_start + q.shape[2], device=q.device)
+        position = positions(q.shape[2], q_start, q.device)
         ends = [int((x * (first <= last)).amax().clamp(min=0)) + 1 for x in (position - first, last - position)]
         ends = ends if ahead else [max(ends)]
         return Table(*(torch.randn(q.shape[1], end + spare, dtype=dtype).to(q.device) for end in ends))

@@ -83,9 +83,15 @@ def test_a_bias_is_given_in_the_dtype_asked_for(bias: Any) -> None:
     assert bias.at(DISTANCES, torch.float64).dtype == torch.float64
 
 
-def test_a_table_is_not_clamped_at_its_end() -> None:
+def test_a_table_ends_unless_it_is_extended() -> None:
+    values = torch.arange(8.0).view(2, 4)
     with pytest.raises(IndexError):
-        Table(torch.zeros(1, 5)).at(DISTANCES)
+        Table(values).at(DISTANCES)
+    got = Table(values, extended=True).at(DISTANCES)
+    assert got[0].tolist() == [[0, 1, 3], [1, 3, 2]]
+    assert got[1].tolist() == [[4, 5, 7], [5, 7, 6]]
+    got = Table(values, 10 + values[:, :2], extended=True).at(DISTANCES)  # each side ends where it does
+    assert got[0].tolist() == [[0, 1, 3], [11, 11, 2]]
 
 
 def test_distances_far_out_stay_apart() -> None:
@@ -104,15 +110,72 @@ def test_decay_is_a_power_of_the_distance_on_both_sides() -> None:
     assert of_heads[1, 0, 2].item() == pytest.approx(1e-5, rel=1e-6)
 
 
-def test_of_gives_some_heads() -> None:
-    slopes, ahead = torch.rand(2, 4)
-    values, forward = torch.rand(2, 4, 6)
-    middle = slice(1, 3)
-    assert torch.equal(Linear(slopes).of(middle).at(DISTANCES), Linear(slopes).at(DISTANCES)[middle])
-    assert torch.equal(Linear(slopes, ahead).of(middle).at(DISTANCES), Linear(slopes, ahead).at(DISTANCES)[middle])
-    assert torch.equal(Table(values).of(middle).at(DISTANCES), Table(values).at(DISTANCES)[middle])
-    assert torch.equal(Table(values, forward).of(middle).at(DISTANCES), Table(values, forward).at(DISTANCES)[middle])
-    assert (Linear(slopes).heads, Table(values).heads) == (4, 4)
+@pytest.mark.parametrize("shape", [(3,), (2, 3)])
+def test_powers_of_a_decay_may_be_negative(shape: tuple[int, ...]) -> None:
+    rates = 0.5 + 0.5 * torch.rand(shape)
+    steps = torch.tensor([3, 0, -4])
+    got = Decay(rates).power(steps, torch.float64)
+    expected = rates.double().reshape(-1, 1, 3) ** steps.view(1, 3, 1)
+    assert got.shape == (*(shape[:-1] or (1,)), 3, 3)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
+
+
+def test_the_lowest_rate_is_known_where_looking_is_free() -> None:
+    assert Decay(torch.tensor([0.5, 0.25, 1.0])).lowest() == 0.25
+    assert Decay(torch.tensor([0.5, 1.0]), floor=0.1).lowest() == 0.1
+    assert Decay(torch.ones(2, device="meta")).lowest() is None
+    assert Decay(torch.ones(2, device="meta"), floor=0.9).lowest() == 0.9
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_tail_is_the_log_of_what_all_farther_keys_can_weigh(ahead: bool) -> None:
+    sides = torch.rand(2, 2, dtype=torch.float64) + 0.05
+    far = torch.arange(3000)
+    linear = Linear(*sides)
+    for d in (0, 1, 7, 100):
+        expected = (-sides[int(ahead)][:, None] * far[d:]).logsumexp(dim=1)  # past 3,000 nothing is left
+        torch.testing.assert_close(linear.tail(torch.tensor(d), 50, ahead), expected, rtol=1e-9, atol=1e-9)
+    values, forward = torch.randn(2, 2, 40, dtype=torch.float64)
+    values[0, 5:9] = -torch.inf
+    side = forward if ahead else values
+    for extended in (False, True):
+        table, farthest = Table(values, forward, extended), 60 if extended else 30
+        there = side[:, torch.arange(farthest + 1).clamp(max=39)]
+        for d in (0, 1, 30, farthest, farthest + 1, farthest + 9):
+            expected = there[:, d:].logsumexp(dim=1)  # of nothing, −∞
+            torch.testing.assert_close(table.tail(torch.tensor(d), farthest, ahead), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("step", [1, 3, 16, 100])
+@pytest.mark.parametrize(("farthest", "extended"), [(20, False), (39, False), (20, True), (39, True), (77, True)])
+def test_tails_of_every_so_many_distances(step: int, farthest: int, extended: bool) -> None:
+    table = Table(torch.randn(2, 40), extended=extended)
+    some = table.tails(farthest, step=step)
+    distance = step * torch.arange(some.shape[1])
+    assert distance[-1] > farthest
+    torch.testing.assert_close(some, table.tail(distance, farthest), rtol=1e-12, atol=1e-12)
+    assert bool((some[:, -1] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("kind", ["linear", "table", "extended"])
+def test_from_its_reach_on_a_tail_is_below_the_limit(kind: str) -> None:
+    slopes, values = torch.tensor([0.7, 0.02]), torch.randn(2, 60).cumsum(dim=1)
+    farthest = 80 if kind == "extended" else 50
+    bias: Any = Linear(slopes) if kind == "linear" else Table(values, extended=kind == "extended")
+    limits = torch.linspace(-12, 4, 33).expand(3, 2, -1)  # [batch, heads, rows]
+    far = bias.reach(limits, farthest)
+    assert far.shape == (3, 2, 33)
+    tails = bias.tail(torch.arange(2000), farthest)
+    for h in range(2):
+        for limit, reach in zip(limits[0, h].tolist(), far[0, h].tolist(), strict=True):
+            first = next(d for d in range(2000) if tails[h, d] <= limit)
+            assert max(reach, 0) == pytest.approx(first, abs=1 if kind == "linear" else 0)
+            assert reach <= first + 1e-3
+
+
+def test_a_slope_of_zero_has_no_reach() -> None:
+    far = Linear(torch.zeros(1)).reach(torch.zeros(1, 1, 1), 50)
+    assert not bool(far.isfinite().any())
 
 
 def test_gradients_flow_to_both_sides() -> None:
@@ -172,8 +235,16 @@ ONES = torch.ones(4)
             ValueError,
             r"Table\.ahead: expected 2 heads like values, got .*\[3, 4\]",
         ),
-        (lambda: Table(ONES[None], level=0), ValueError, r"Table\.level: expected .*at least 1, got 0"),
-        (lambda: Table(ONES[None], level=1.5), TypeError, r"Table\.level: expected a whole number.*, got 1\.5"),
+        (
+            lambda: Table(torch.ones(2, 0), extended=True),
+            ValueError,
+            r"Table\.values: expected a last value, for `extended` to repeat, got .*\[2, 0\]",
+        ),
+        (
+            lambda: Table(torch.ones(2, 4), torch.ones(2, 0), extended=True),
+            ValueError,
+            r"Table\.ahead: expected a last value",
+        ),
         (lambda: Decay(0.5), TypeError, r"Decay\.rates: expected a tensor, got 0\.5"),
         (lambda: Decay(ONES.half()), TypeError, r"Decay\.rates: expected float32 or float64 .*float16"),
         (lambda: Decay(torch.tensor(0.5)), ValueError, r"Decay\.rates: expected 1 or 2 dimension.*\[\]"),

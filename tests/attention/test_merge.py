@@ -23,7 +23,7 @@ def partial(q: Tensor, k: Tensor, v: Tensor, at: slice, q_start: int, **options:
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_parts_of_the_keys_make_the_whole(data: st.DataObject, small_tiles: Callable[..., Any]) -> None:
+def test_parts_of_the_keys_make_the_whole(data: st.DataObject, small_runs: Callable[..., Any]) -> None:
     torch.manual_seed(data.draw(st.integers(0, 99)))
     queries, keys = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 30))
     cuts = sorted(data.draw(st.lists(st.integers(0, keys), max_size=4)))
@@ -45,7 +45,7 @@ def test_parts_of_the_keys_make_the_whole(data: st.DataObject, small_tiles: Call
     )
     q, k, v = (leaves[name] for name in "qkv")
     pieces = [slice(a, b) for a, b in zip([0, *cuts], [*cuts, keys], strict=True)]
-    with small_tiles(TILE=64, ROWS=4, TALL=8, NEAR=2, FEW=0, FAR=4):
+    with small_runs(TILE=64, ROWS=4, TALL=8, NEAR=2):
         out, lse = reduce(merge, (partial(q, k, v, piece, q_start, **options) for piece in pieces))
         weights = torch.randn_like(out), torch.randn_like(lse)
         got = gradients(out, lse, weights, leaves)
@@ -74,6 +74,28 @@ def test_a_part_that_saw_nothing_leaves_the_other_as_it_is() -> None:
     out, lse = merge(nothing, nothing)
     assert bool((out == 0).all())
     assert bool((lse == -torch.inf).all())
+
+
+@pytest.mark.parametrize("mask", [Causal(), Bidirectional(), Window(5)], ids=["causal", "both", "window"])
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_padded_parts_make_the_whole(mask: Any, backend: str) -> None:
+    # Of two sequences, 2 and 5 keys are padding on the left and 1 and 0 on the right; the keys are cut in three.
+    q, k, v = torch.randn(3, 2, 2, 12, 4, dtype=DOUBLE)
+    start, end = torch.tensor([2, 5]), torch.tensor([11, 12])
+    whole = lengthen.attention(q, k, v, mask=mask.padded(start, end), return_lse=True, backend="reference")
+    parts = []
+    for lo, hi in ((0, 4), (4, 9), (9, 12)):
+        here = mask.padded((start - lo).clamp(min=0), (end - lo).clamp(min=0))
+        parts.append(
+            lengthen.attention(
+                q, k[:, :, lo:hi], v[:, :, lo:hi], q_start=-lo, mask=here, return_lse=True, backend=backend
+            )
+        )
+    out, lse = reduce(merge, parts)
+    for b in range(2):
+        real = slice(int(start[b]), int(end[b]))
+        torch.testing.assert_close(out[b, :, real], whole[0][b, :, real], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(lse[b, :, real], whole[1][b, :, real], rtol=1e-10, atol=1e-10)
 
 
 def test_what_no_part_saw_does_not_spoil_a_gradient() -> None:

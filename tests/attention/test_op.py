@@ -79,7 +79,7 @@ META = torch.device("meta")
         (
             {"mask": Causal().padded(torch.zeros(3, dtype=torch.int64))},
             ValueError,
-            r"mask\.key_start: expected one number for each of 2 sequences, got .*\[3\]",
+            r"mask\.key_start: expected one row for each of 2 sequences, got .*\[3\]",
         ),
         (
             {"mask": Causal().padded(torch.zeros(2, dtype=torch.int64, device=META))},
@@ -92,9 +92,9 @@ META = torch.device("meta")
         ({"scale": torch.tensor(0.5)}, TypeError, r"scale: expected a finite number, got a torch\.float32 tensor"),
         ({"q_start": 2.0}, TypeError, r"q_start: expected a whole number, got 2\.0 \(float\)"),
         ({"q_start": True}, TypeError, r"q_start: expected a whole number, got True \(bool\)"),
-        ({"tolerance": -1e-9}, ValueError, r"tolerance: expected a share from 0 to below 1, got -1e-09"),
-        ({"tolerance": 1}, ValueError, r"tolerance: expected a share from 0 to below 1, got 1"),
-        ({"tolerance": math.nan}, ValueError, r"tolerance: expected a share from 0 to below 1, got nan"),
+        ({"tolerance": -1e-9}, ValueError, r"tolerance: expected a fraction from 0 to below 1, got -1e-09"),
+        ({"tolerance": 1}, ValueError, r"tolerance: expected a fraction from 0 to below 1, got 1"),
+        ({"tolerance": math.nan}, ValueError, r"tolerance: expected a fraction from 0 to below 1, got nan"),
         ({"tolerance": "0"}, TypeError, r"tolerance: expected a number, got '0' \(str\)"),
         ({"tolerance": False}, TypeError, r"tolerance: expected a number, got False \(bool\)"),
         ({"bias": torch.zeros(4)}, TypeError, r"bias: expected Linear or Table, got a torch\.float32 tensor"),
@@ -137,7 +137,12 @@ META = torch.device("meta")
         (
             {"backend": "chunkd"},
             ValueError,
-            r"backend: expected one of reference, chunked, native.*, got 'chunkd'; did you mean 'chunked'\?",
+            r"backend: expected one of reference, native, chunked, triton, got 'chunkd'; did you mean 'chunked'\?",
+        ),
+        (
+            {"ball": torch.ones(2)},
+            TypeError,
+            r"ball: expected a Ball \(Ball\.around\(k\)\), got a torch\.float32 tensor",
         ),
         ({"backend": "refrence"}, ValueError, r"got 'refrence'; did you mean 'reference'\?"),
         ({"backend": "xyz"}, ValueError, r"backend: expected one of reference, .*, got 'xyz'$"),
@@ -149,9 +154,20 @@ def test_what_does_not_fit_is_refused_by_name(changes: dict[str, Any], error: ty
         attention(**inputs(**changes))
 
 
-def test_unknown_options_are_refused() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
-        attention(**inputs(causal=True))
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("is_causal", r"is_causal: not an argument of lengthen\.attention; use mask=Causal\(\), which is the default"),
+        ("attn_mask", r"attn_mask: not an argument of lengthen\.attention; use mask= .*bias=Linear\(slopes\) or Table"),
+        ("dropout_p", r"dropout_p: not an argument of lengthen\.attention; attention dropout is not offered"),
+        ("enable_gqa", r"enable_gqa: not an argument of lengthen\.attention; leave it out: "),
+        ("tolerence", r"tolerence: not an argument .*, which takes bias, decay, .*; did you mean 'tolerance'\?"),
+        ("key_norm", r"key_norm: not an argument of lengthen\.attention, which takes bias, .*, ball$"),
+    ],
+)
+def test_other_arguments_are_refused_with_what_to_use_instead(name: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        attention(**inputs(), **{name: True})
 
 
 @BACKENDS
@@ -288,7 +304,7 @@ def test_no_sequences_of_a_padded_batch(backend: str | None) -> None:
 
 
 def test_the_call_leaves_its_inputs_as_they_are() -> None:
-    for backend in (None, "reference", "chunked", "native"):
+    for backend in (None, "reference", "chunked"):
         call = inputs(bias=Linear(torch.rand(4)))
         before = {name: call[name].clone() for name in "qkv"} | {"slopes": call["bias"].slopes.clone()}
         attention(**call, backend=backend)

@@ -17,7 +17,7 @@ SHORT = [
     ("model.layers", "2"),
     ("model.width", "64"),
     ("model.train_length", "32"),
-    ("train.steps", "260"),
+    ("train.steps", "180"),
     ("optimizer.lr", "4e-3"),
     ("schedule.warmup", "20"),
     ("evaluation.every", "0"),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lengthen import Blockwise, Causal, Decay, Linear, ModelConfig, Transformer, Window, alibi_slopes
-from lengthen.attention import Mask, reference
+from lengthen.attention import Mask, attention
 from lengthen.evaluation.capture import Call, each_layer
 from lengthen.model import transformer
 
@@ -26,8 +26,7 @@ def again(call: Call, most: int) -> Tensor:
 
 
 def expected(call: Call) -> Tensor:
-    scale = call.q.shape[3] ** -0.5 if call.scale is None else call.scale
-    return reference.attention(call.q, call.k, call.v, call.bias, call.decay, call.mask, scale, 0)[0]
+    return attention(call.q, call.k, call.v, call.bias, call.decay, call.mask, call.scale, backend="reference")
 
 
 @pytest.mark.parametrize("positions", ["alibi", "rotary", "xpos", "t5", "sinusoidal", "none", "rotary+alibi"])

@@ -12,10 +12,12 @@ from lengthen.evaluation.reaches import keys_read, of_model
 
 def small(positions: str, heads: int = 8) -> Transformer:
     torch.manual_seed(0)
-    return Transformer(ModelConfig(258, layers=2, width=64, heads=heads, train_length=16, positions=positions))
+    options = {"kind": "power"} if positions == "kerple" else {}
+    sizes = {"layers": 2, "width": 64, "heads": heads, "train_length": 16}
+    return Transformer(ModelConfig(258, **sizes, positions=positions, position_options=options))
 
 
-@pytest.mark.parametrize("positions", ["alibi", "rotary+alibi", "xpos+alibi"])
+@pytest.mark.parametrize("positions", ["alibi", "rotary+alibi", "xpos+alibi", "kerple"])
 def test_is_the_ops_reach(positions: str) -> None:
     model, ids = small(positions), torch.randint(258, (3, 200))
     calls: list[Call] = []
@@ -23,7 +25,7 @@ def test_is_the_ops_reach(positions: str) -> None:
     found = of_model(model, [ids[:1], ids[1:]])
     assert found.reach.shape == found.share.shape == (2, 8)
     for layer, call in enumerate(calls):
-        assert isinstance(call.bias, Linear)
+        assert isinstance(call.bias, Table if positions == "kerple" else Linear)
         far = reach(call.q, call.k, call.bias).double()
         torch.testing.assert_close(found.reach[layer], far.mean((0, 2)), rtol=0.02, atol=0)  # each batch has its ball
         matrix = 3 * 200 * 201 / 2
@@ -40,7 +42,12 @@ def test_longer_texts_read_a_smaller_share() -> None:
     assert bool((long.reach <= 513 / 2).all())
 
 
-@pytest.mark.parametrize("positions", ["rotary", "xpos", "t5", "none", "sinusoidal"])
+def test_a_bias_that_does_not_fall_reaches_all_that_is_seen() -> None:
+    found = of_model(small("t5", heads=2), [torch.randint(258, (1, 40))])  # a new model's buckets are all 0
+    torch.testing.assert_close(found.share, torch.ones(2, 2).double())
+
+
+@pytest.mark.parametrize("positions", ["rotary", "xpos", "none", "sinusoidal"])
 def test_other_methods_are_refused(positions: str) -> None:
     with pytest.raises(ValueError, match=f"got '{positions}': nothing bounds how far its heads look"):
         of_model(small(positions, heads=2), [torch.zeros(1, 4, dtype=torch.int64)])
@@ -48,8 +55,8 @@ def test_other_methods_are_refused(positions: str) -> None:
 
 def test_calls_without_a_bound_are_refused() -> None:
     q = torch.zeros(1, 2, 4, 4)
-    with pytest.raises(TypeError, match="bias: expected Linear"):
-        keys_read(Call(0, q, q, q, Table(torch.zeros(2, 4))))
+    with pytest.raises(TypeError, match=r"bias: expected Linear or Table, .*got None"):
+        keys_read(Call(0, q, q, q))
     with pytest.raises(ValueError, match="decay: expected none"):
         keys_read(Call(0, q, q, q, Linear(torch.ones(2)), Decay(torch.full((4,), 0.9)), Causal()))
     with pytest.raises(ValueError, match="at least one text"):

@@ -181,15 +181,14 @@ def test_second_derivatives_are_refused() -> None:
         torch.autograd.grad(total, hidden, create_graph=True)
 
 
-@pytest.mark.slow
 def test_long_inputs_need_no_logits_sized_memory() -> None:
-    """131,072 tokens over 50,304: 26 GB of float32 logits."""
+    """4,096 tokens over 50,304: 0.8 GB of float32 logits, and as much for their gradient."""
     program = """
 import resource, torch
 from lengthen.model import linear_cross_entropy
-hidden = torch.randn(131072, 32, requires_grad=True)
-weight = torch.randn(50304, 32, requires_grad=True)
-targets = torch.randint(50304, (131072,))
+hidden = torch.randn(4096, 8, requires_grad=True)
+weight = torch.randn(50304, 8, requires_grad=True)
+targets = torch.randint(50304, (4096,))
 linear_cross_entropy(hidden[:64], weight, targets[:64])[0].backward()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 total, losses = linear_cross_entropy(hidden, weight, targets)
@@ -198,4 +197,4 @@ assert torch.isfinite(hidden.grad).all() and torch.isfinite(weight.grad).all()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e6)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=600)
-    assert float(done.stdout) < 0.5  # GB
+    assert float(done.stdout) < 0.25  # GB

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lengthen import Bidirectional, Blockwise, Causal, Window, positions
 from lengthen.attention.masks import Mask
 from lengthen.model import IGNORED, ModelConfig, Transformer
-from lengthen.model import transformer as transformer_module
+from lengthen.positions import xpos
 
 Make = Callable[..., Transformer]
 METHODS = (*positions.names(), "rotary+alibi", "sinusoidal+t5", "xpos+alibi")
@@ -99,6 +99,24 @@ def test_packed_documents_are_as_each_would_be_alone(make: Make, method: str, ki
             alone += model(ids[here], targets[here])[0].item()
             start += size
     assert total.item() == pytest.approx(alone, rel=1e-12)
+
+
+@every_method
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_padded_sequences_are_as_each_would_be_alone(make: Make, method: str, kind: str) -> None:
+    model = make(positions=method, kind=kind, position_options=LEARNING.get(method, {}))
+    plain: Mask = Causal() if kind == "decoder" else Bidirectional()
+    ids = tokens(3, 14)
+    starts, ends = torch.tensor([0, 5, 9]), torch.tensor([14, 14, 12])
+    for mask, first, last in (
+        (plain.padded(starts), starts, torch.full((3,), 14)),
+        (plain.padded(key_end=ends), torch.zeros(3, dtype=torch.int64), ends),
+        (plain.padded(starts, ends), starts, ends),
+    ):
+        together = model(ids, mask=mask)
+        for row, (start, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+            here = (slice(row, row + 1), slice(start, end))
+            torch.testing.assert_close(together[here], model(ids[here]), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("method", ["none", "alibi", "rotary", "xpos"])
@@ -234,27 +252,25 @@ def test_decay_in_the_angles_or_in_the_op(
 ) -> None:
     model = make(positions="xpos", position_options=options | {"scale_base": 30.0}, key_heads=key_heads)
     ids = tokens(2, 40)
+    starts = torch.tensor([[0] * 15 + [15] * 24, [0] * 39])
     kept = []
-    shared = Transformer._shared
-
-    def spy(*given: Any) -> Any:
-        made = shared(*given)
-        kept.append(made.decay is not None)
-        return made
-
-    monkeypatch.setattr(Transformer, "_shared", spy)
-    folded = gradients(model, ids)
-    monkeypatch.setattr(transformer_module, "unfoldable", lambda *_: "not now")
-    in_the_op = gradients(model, ids)
+    for least in (xpos.LEAST_POWER, dict.fromkeys(xpos.LEAST_POWER, 2.0)):  # no power is as large as that
+        monkeypatch.setattr(xpos, "LEAST_POWER", least)
+        kept.append(model.method.at(torch.arange(39), torch.float64, False).decay is not None)
+        runs = gradients(model, ids), gradients(model, ids, document_starts=starts)
+        if len(kept) == 1:
+            folded = runs
     assert kept == [False, True]
-    assert_same(folded, in_the_op, rtol=1e-9, atol=1e-9)
+    for in_the_angles, in_the_op in zip(folded, runs, strict=True):
+        assert_same(in_the_angles, in_the_op, rtol=1e-9, atol=1e-9)
+    assert model.method.at(torch.arange(39), torch.float64, True).decay is not None  # of keys ahead, it would grow
 
 
 def test_xpos_far_beyond_what_the_paper_could(make: Make) -> None:
-    """At 20,000 positions ζ^(−j/scale_base) is 10⁸⁵ for the fastest pair: past float32 by far."""
+    """At 10,000 positions ζ^(−j/scale_base) is 10⁴² for the fastest pair: past float32."""
     sizes: dict[str, Any] = {"layers": 1, "width": 4, "heads": 1}
     model = make(dtype=torch.float32, positions="xpos", position_options={"scale_base": 128.0}, **sizes).eval()
-    ids = tokens(1, 20_000)
+    ids = tokens(1, 10_000)
     with torch.no_grad():
         far = model(ids)
         near = model(ids, mask=Window(500))

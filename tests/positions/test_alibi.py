@@ -7,9 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from lengthen.attention.biases import alibi_slopes
-from lengthen.attention.masks import Bidirectional, Causal
-from lengthen.attention.reference import attention
+from lengthen.attention import Bidirectional, alibi_slopes, attention
 from lengthen.positions import ALiBi
 
 HEADS = pytest.mark.parametrize("heads", [8, 12, 16, 20])
@@ -42,10 +40,17 @@ def test_any_number_of_heads(heads: int) -> None:
     assert 0 < slopes.min() <= slopes.max() < 1
 
 
-def test_fixed_slopes_are_the_same_object_at_every_call() -> None:
-    method = make()
-    assert method.bias(3) is method.bias(500)
-    assert method.bias(3).slopes.dtype == torch.float32
+@pytest.mark.parametrize("sides", ["same", "separate"])
+def test_what_a_caller_changes_is_a_copy(sides: str) -> None:
+    method = make(sides=sides)
+    bias = method.bias(3)
+    assert bias.slopes.dtype == torch.float32
+    for tensor in bias.tensors:
+        if tensor is not None:
+            tensor.zero_()
+    again = method.bias(3)
+    assert torch.equal(again.slopes, alibi_slopes(4))
+    assert again.ahead is None or torch.equal(again.ahead, alibi_slopes(4).flip(0))
 
 
 def test_sides() -> None:
@@ -85,7 +90,8 @@ def test_learned_slopes_have_the_gradient_of_finite_differences(
     q, k, v = torch.randn(3, 1, 4, 9, 8, dtype=torch.float64).unbind()
 
     def loss() -> Tensor:
-        return attention(q, k, v, method.bias(8), None, Bidirectional(), 1.0, 0)[0].square().sum()
+        out = attention(q, k, v, method.bias(8), mask=Bidirectional(), backend="reference")
+        return out.square().sum()
 
     loss().backward()
     assert len(list(method.parameters())) == (1 if sides == "same" else 2)
@@ -98,7 +104,7 @@ def test_learned_slopes_have_the_gradient_of_finite_differences(
 def test_a_learned_bf16_model_trains_its_slopes() -> None:
     method = make(learned=True).to(torch.bfloat16)
     q, k, v = torch.randn(3, 1, 4, 9, 8).bfloat16().unbind()
-    attention(q, k, v, method.bias(8), None, Causal(), 1.0, 0)[0].float().square().sum().backward()
+    attention(q, k, v, method.bias(8)).float().square().sum().backward()
     assert method.log_slopes is not None
     assert method.log_slopes.grad is not None
     assert bool((method.log_slopes.grad != 0).all())

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lengthen.attention.biases import Linear, Table
+from lengthen.attention import Decay, Linear, Table
 from lengthen.positions import PositionMethod, build, compose, names
 
 SIZES = {"heads": 4, "head_dim": 8, "width": 32}
@@ -81,6 +81,19 @@ def test_a_method_of_ones_own_is_composed_by_what_it_overrides() -> None:
     assert compose(Mine(**SIZES), make("rotary")).places == ("rotate", "bias")
     with pytest.raises(ValueError, match="Mine and alibi both add a bias"):
         compose(Mine(**SIZES), make("alibi"))
+
+
+def test_a_rotation_and_a_decay_of_different_methods_go_together() -> None:
+    class Fading(PositionMethod):
+        def decay(self) -> Decay:
+            return Decay(torch.full((self.head_dim,), 0.5))
+
+    for parts in ((make("rotary"), Fading(**SIZES)), (Fading(**SIZES), make("rotary"))):
+        both = compose(*parts, make("alibi"))
+        placed = both.at(torch.arange(5), torch.float32, False)
+        assert placed.decay is not None
+        assert placed.decay.rates.tolist() == [0.5] * 8
+        assert isinstance(placed.bias, Linear)
 
 
 def test_one_method_is_itself() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lengthen.attention.biases import Decay, Linear, Table
+from lengthen.attention import Bidirectional, Causal, Decay, Linear, Table, attention
 from lengthen.positions import PositionMethod, build, names
 from lengthen.positions.method import check_positions
 
@@ -104,14 +104,41 @@ def test_positions_of_each_sequence_are_its_own(name: str) -> None:
         torch.testing.assert_close(method.rotate(q, positions)[alone], method.rotate(q[alone], positions[row]))
 
 
-@pytest.mark.parametrize("name", [*names(), "rotary+alibi", "sinusoidal+t5"])
-def test_positions_prepared_once_do_the_same(name: str) -> None:
-    method = make(name)
+COMPOSED = ["rotary+alibi", "sinusoidal+t5", "xpos+alibi"]
+
+
+@pytest.mark.parametrize("name", [*names(), *COMPOSED])
+@pytest.mark.parametrize("two_sided", [False, True])
+def test_placed_once_it_does_what_the_method_does(name: str, two_sided: bool) -> None:
+    """The scores of what it splits and hands to the op are those of the method's own rotation, bias and decay."""
+    method, mask = make(name), Bidirectional() if two_sided else Causal()
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for positions in (torch.arange(5), torch.tensor([[7, 8, 9, 10, 11], [0, 1, 2, 3, 4]])):
-            x = torch.randn(2, 3, 5, 8).to(dtype)
-            same = method.rotate(x, method.prepared(positions, dtype))
-            torch.testing.assert_close(same, method.rotate(x, positions), rtol=0, atol=0)
+            qkv = torch.randn(2, 5, 4 + 2 * 2, 8).to(dtype)
+            placed = method.at(positions, dtype, two_sided)
+            got = attention(*placed.split(qkv, 4, 2), bias=placed.bias, decay=placed.decay, mask=mask)
+            q, k, v = (part.transpose(1, 2) for part in torch.split(qkv, [4, 2, 2], dim=2))
+            q, k = method.rotate(q, positions), method.rotate(k, positions)
+            expected = attention(q, k, v, bias=method.bias(4), decay=method.decay(), mask=mask, backend="reference")
+            within = 4 * torch.finfo(dtype).eps
+            torch.testing.assert_close(got, expected, rtol=within, atol=max(within, 1e-6))
+
+
+@pytest.mark.parametrize("name", ["none", "rotary", "xpos"])
+def test_a_rotation_of_ones_own_is_used(name: str) -> None:
+    """A subclass that overrides `rotate` alone is not passed over for its parent's angles."""
+    parent = type(make(name))
+
+    class Mine(parent):  # type: ignore[misc, valid-type]
+        def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+            return x * (1 + positions[:, None]).to(x.dtype)
+
+    method, qkv = Mine(**SIZES), torch.randn(1, 5, 8, 8)
+    q, k, v = method.at(torch.arange(5), torch.float32, False).split(qkv, 4, 2)
+    parts = [part.transpose(1, 2) for part in torch.split(qkv, [4, 2, 2], dim=2)]
+    assert torch.equal(q, parts[0] * torch.arange(1, 6)[:, None])
+    assert torch.equal(k, parts[1] * torch.arange(1, 6)[:, None])
+    assert torch.equal(v, parts[2])
 
 
 @pytest.mark.parametrize("name", ["learned", "sinusoidal", "rotary", "xpos"])

@@ -50,6 +50,13 @@ def test_the_longest_table_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(short, long[:, :100])
 
 
+def test_what_a_caller_changes_is_a_copy() -> None:
+    method = Sandwich(heads=2, **SIZES)
+    expected = method.bias(9).values.clone()
+    method.bias(9).values.zero_()
+    assert torch.equal(method.bias(9).values, expected)
+
+
 def test_dim_is_checked() -> None:
     with pytest.raises(ValueError, match=r"sandwich\.dim: expected an even number .*, got 127"):
         Sandwich(heads=2, **SIZES, dim=127)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lengthen.attention.masks import Bidirectional, Causal, Mask
-from lengthen.attention.reference import attention
+from lengthen.attention import Bidirectional, Causal, Mask, attention
 from lengthen.positions import Rotary, XPos
 
 SIZES = {"heads": 2, "head_dim": 16, "width": 32}
@@ -16,7 +15,7 @@ SIZES = {"heads": 2, "head_dim": 16, "width": 32}
 def attend(method: XPos, q: Tensor, k: Tensor, v: Tensor, shift: int, mask: Mask | None = None) -> Tensor:
     positions = torch.arange(q.shape[2]) + shift
     turned = method.rotate(q, positions), method.rotate(k, positions)
-    return attention(*turned, v, None, method.decay(), mask or Causal(), q.shape[-1] ** -0.5, 0)[0]
+    return attention(*turned, v, decay=method.decay(), mask=mask or Causal(), backend="reference")
 
 
 def papers_scores(q: Tensor, k: Tensor, gamma: float, scale_base: float) -> Tensor:
@@ -85,16 +84,8 @@ def test_decays_alike_on_both_sides() -> None:
     # A query and keys turned back to position 0 leave the decay alone: keys at equal distance weigh the same.
     method = XPos(**SIZES)
     q = torch.ones(1, 2, 5, 16, dtype=torch.float64)
-    weights = attention(
-        q,
-        q,
-        torch.eye(5, dtype=torch.float64).expand(1, 2, 5, 5),
-        None,
-        method.decay(),
-        Bidirectional(),
-        1.0,
-        0,
-    )[0][0, 0]
+    one = torch.eye(5, dtype=torch.float64).expand(1, 2, 5, 5)
+    weights = attention(q, q, one, decay=method.decay(), mask=Bidirectional(), backend="reference")[0, 0]
     torch.testing.assert_close(weights, weights.flip(0, 1))
     assert weights[2, 1] < weights[2, 2]
 

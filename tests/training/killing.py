@@ -25,7 +25,7 @@ from conftest import make_config
 from lengthen.data import Corpus
 from lengthen.training import World, train
 
-STEPS = 400
+STEPS = 280
 
 
 def config() -> Any:

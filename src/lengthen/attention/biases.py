@@ -2,20 +2,27 @@
 
 A distance is the integer d = i − j: positive when the key stands behind the query, negative when it stands
 ahead. `Linear` and `Table` are added to the score, after the 1/√d scaling and unscaled by it; `Decay` weighs each
-feature's share of the score before it. None of them ever holds a length × length matrix.
+feature's part of the score before it. None of them ever holds a length × length matrix.
+
+A bias b also knows its tail, what all keys from a distance on can weigh together if their scores are 0:
+
+    T(D) = log Σ_{d ≥ D} e^b(d)
+
+which is all that reach needs to know of it (reach.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lengthen.attention.checks import can_look, describe, index_tensor, whole_number, wide_tensor
 
 
-def alibi_slopes(heads: int) -> Tensor:
+def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
     """Return ALiBi's slopes for `heads` heads, steepest first, as float32 (Press et al., 2022).
 
     For a power of two, m_h = 2^(−8h/heads) with h = 1 … heads. For any other count: the slopes of the largest power
@@ -25,7 +32,7 @@ def alibi_slopes(heads: int) -> Tensor:
     below = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * h / below) for h in range(1, below + 1)]
     slopes += [2.0 ** (-8.0 * h / (2 * below)) for h in range(1, 2 * (heads - below), 2)]
-    return torch.tensor(slopes, dtype=torch.float32)
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +72,6 @@ class Linear:
         """What gradients flow to: behind, ahead."""
         return self.slopes, self.ahead
 
-    def of(self, heads: slice) -> Linear:
-        """Return the bias of some of the heads."""
-        return Linear(self.slopes[heads], None if self.ahead is None else self.ahead[heads])
-
     def at(self, distance: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the bias at integer distances i − j, `[heads, *distance.shape]`."""
         integer_distance(distance)
@@ -80,31 +83,42 @@ class Linear:
             return bias
         return torch.where(distance >= 0, bias, self.ahead.to(slopes.dtype).view(shape) * steps)
 
+    def tail(self, distance: Tensor, farthest: int, ahead: bool = False) -> Tensor:
+        """Return T(D) = −m·D − log(1 − e^−m), the sum of a geometric series without end, `[heads, *distance.shape]`."""
+        slopes = _side(self, ahead).view(-1, *[1] * distance.dim())
+        return -slopes * distance - torch.log(-torch.expm1(-slopes))
+
+    def reach(self, limit: Tensor, farthest: int, ahead: bool = False) -> Tensor:
+        """Return the distances from which on the tail is below `limit` `[…, heads, rows]`; NaN or ∞: from none."""
+        slopes = _side(self, ahead).to(limit.dtype).unsqueeze(-1)
+        return -(limit + torch.log(-torch.expm1(-slopes))) / slopes
+
 
 @dataclass(frozen=True, eq=False)
 class Table:
     """Any function of distance: values[h, i − j], in O(heads × length) memory.
 
     `values[h, d]` is for keys d positions behind the query. `ahead[h, d]` is for keys d positions ahead of it; None
-    uses `values` on both sides. A distance past the end of a table is refused by the call, never clamped.
-
-    `level` is a distance from which on all of `values` are one and the same number, where the maker knows one, as T5
-    does. The GPU kernels then look far keys' bias up once, and give the sum of those values' gradients to the first.
+    uses `values` on both sides. A distance past the end of a table is refused by the call, unless the table is
+    `extended`: then all distances past its end have its last value, as in T5's last bucket.
     """
 
     values: Tensor
     ahead: Tensor | None = None
-    level: int | None = None
+    extended: bool = False
 
     def __post_init__(self) -> None:
         wide_tensor("Table.values", self.values, (2,))
-        if self.level is not None:
-            whole_number("Table.level", self.level, at_least=1)
         if self.ahead is not None:
             wide_tensor("Table.ahead", self.ahead, (2,))
             if self.ahead.shape[0] != self.values.shape[0]:
                 raise ValueError(
                     f"Table.ahead: expected {self.values.shape[0]} heads like values, got {describe(self.ahead)}"
+                )
+        for name, values in (("values", self.values), ("ahead", self.ahead)):
+            if self.extended and values is not None and not values.shape[1]:
+                raise ValueError(
+                    f"Table.{name}: expected a last value, for `extended` to repeat, got {describe(values)}"
                 )
 
     @property
@@ -117,39 +131,68 @@ class Table:
         """What gradients flow to: behind, ahead."""
         return self.values, self.ahead
 
-    def of(self, heads: slice) -> Table:
-        """Return the bias of some of the heads."""
-        return Table(self.values[heads], None if self.ahead is None else self.ahead[heads], self.level)
-
     def at(self, distance: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the bias at integer distances i − j, `[heads, *distance.shape]`."""
         integer_distance(distance)
-        values = self.values.to(dtype or self.values.dtype)
+        behind = self._of(
+            self.values.to(dtype or self.values.dtype), distance.abs() if self.ahead is None else distance
+        )
         if self.ahead is None:
-            return values[:, distance.abs()]
-        behind = values[:, distance.clamp(min=0)]
-        return torch.where(distance >= 0, behind, self.ahead.to(values.dtype)[:, (-distance).clamp(min=0)])
+            return behind
+        return torch.where(distance >= 0, behind, self._of(self.ahead.to(behind.dtype), -distance))
+
+    def _of(self, values: Tensor, distance: Tensor) -> Tensor:
+        """Return values at distances, of which those below 0 are of no interest."""
+        last = values.shape[1] - 1 if self.extended else None
+        return values[:, distance.clamp(min=0, max=last)]
+
+    def tails(self, farthest: int, ahead: bool = False, step: int = 1) -> Tensor:
+        """Return T(D) at D = 0, step, 2·step, … to beyond the farthest distance, float64 `[heads, …]`: it only falls."""
+        values = _side(self, ahead).detach().double()  # a long sum: float32 would lose what the proof counts on
+        known, count = values[:, : farthest + 1], farthest // step + 2
+        groups = -(-known.shape[1] // step)
+        sums = F.pad(known, (0, groups * step - known.shape[1]), value=-torch.inf).view(-1, groups, step).logsumexp(-1)
+        tails = F.pad(sums.flip(1).logcumsumexp(1).flip(1), (0, count - groups), value=-torch.inf)
+        if self.extended:
+            start = (torch.arange(count, device=values.device) * step).clamp(min=values.shape[1])
+            tails = torch.logaddexp(tails, values[:, -1:] + (farthest + 1 - start).clamp(min=0).double().log())
+        return tails
+
+    def tail(self, distance: Tensor, farthest: int, ahead: bool = False) -> Tensor:
+        """Return T(D) summed up to the farthest distance there is, `[heads, *distance.shape]`."""
+        return self.tails(farthest, ahead)[:, distance.clamp(max=farthest + 1)]
+
+    def reach(self, limit: Tensor, farthest: int, ahead: bool = False) -> Tensor:
+        """Return the distances from which on the tail is below `limit` `[…, heads, rows]`."""
+        rising, wanted = -self.tails(farthest, ahead), -limit.double().movedim(-2, 0)
+        found = torch.searchsorted(rising, wanted.reshape(rising.shape[0], -1).contiguous())
+        return found.view(wanted.shape).movedim(0, -2).to(limit.dtype)
 
 
 Bias = Linear | Table
 
 
+def _side(bias: Bias, ahead: bool) -> Tensor:
+    """Return the slopes or values of one side."""
+    behind, other = bias.tensors
+    return behind if other is None or not ahead else other
+
+
 @dataclass(frozen=True, eq=False)
 class Decay:
-    """xPos's decay: feature f's share of the score is multiplied by rates[f]^|i − j|, 0 < rate ≤ 1.
+    """xPos's decay: feature f's part of the score is multiplied by rates[f]^|i − j|, 0 < rate ≤ 1.
 
     `rates` is `[head_dim]`, or `[heads, head_dim]` for a decay of each head's own. It is applied inside the op, where
     keys are scaled relative to their own block, so that it is finite and right at any position; scaling q and k by
     opposite powers of their positions, as is usual, overflows. float64 rates are worth their few bytes:
     float32 ones are off by 0.1 % at distance 20,000.
 
-    `floor` is a number that no rate is below, where the maker knows one: with it, short calls on a GPU can go to
-    torch's own attention without waiting for the rates to be read.
+    `floor` is a number that no rate is below, where the maker knows one: the GPU kernels then need not wait for the
+    rates to be read.
     """
 
     rates: Tensor
     floor: float | None = None
-    _kept: dict[tuple[int, int, int, torch.dtype], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         rates = wide_tensor("Decay.rates", self.rates, (1, 2))
@@ -159,20 +202,16 @@ class Decay:
                 f"{rates.min().item()} to {rates.max().item()}"
             )
 
-    def powers(self, queries: int, keys: int, q_start: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return rate^(i − m) for queries and rate^(m − j) for keys, m their middle: `[heads or 1, length, head_dim]`.
+    def lowest(self) -> float | None:
+        """Return a number that no rate is below; None where none is known and looking would have the CPU wait."""
+        if self.floor is None and can_look(self.rates):
+            return float(self.rates.detach().min())
+        return self.floor
 
-        Their product is the decay of a key behind its query. They are kept, so that a model which asks before its
-        first layer has them in every layer, compiled or not.
-        """
-        size = (queries, keys, q_start, dtype)
-        if size not in self._kept:
-            middle = (q_start + queries) / 2
-            log_rate = self.rates.double().log().reshape(-1, 1, self.rates.shape[-1])
-            i = torch.arange(queries, device=self.rates.device, dtype=torch.float64).unsqueeze(-1) + (q_start - middle)
-            j = torch.arange(keys, device=self.rates.device, dtype=torch.float64).unsqueeze(-1) - middle
-            self._kept[size] = (log_rate * i).exp().to(dtype), (-log_rate * j).exp().to(dtype)
-        return self._kept[size]
+    def power(self, steps: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rate^steps for steps `[length]`, `[heads or 1, length, head_dim]`; they may be negative."""
+        log_rate = self.rates.double().log().reshape(-1, 1, self.rates.shape[-1])
+        return torch.exp(log_rate * steps.unsqueeze(-1)).to(dtype)
 
     def at(self, distance: Tensor, feature: int, dtype: torch.dtype) -> Tensor:
         """Return the factor of one feature at integer distances, `[heads or 1, *distance.shape]`."""

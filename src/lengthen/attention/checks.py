@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 WIDE = (torch.float32, torch.float64)  # what distances, slopes and tables are held in
 
@@ -17,9 +16,23 @@ def describe(value: object) -> str:
     return f"{value!r} ({type(value).__name__})"
 
 
+def can_read(value: Tensor) -> bool:
+    """Return whether values are there to be read: not while they are traced, faked or mapped over."""
+    if torch.compiler.is_compiling() or value.device.type == "meta" or type(value) not in (Tensor, Parameter):
+        return False
+    return torch._C._functorch.maybe_current_level() is None
+
+
 def can_look(value: Tensor) -> bool:
-    """Return whether values can be checked for free: on the CPU, and not while torch.compile traces."""
-    return value.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Return whether reading values is free: on the CPU."""
+    return value.device.type == "cpu" and can_read(value)
+
+
+def on_device(name: str, value: Tensor, device: torch.device) -> Tensor:
+    """Return `value` if it is on the device that q is on."""
+    if value.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device} like q, got {describe(value)}")
+    return value
 
 
 def whole_number(name: str, value: object, at_least: int | None = None) -> int:
@@ -54,13 +67,3 @@ def index_tensor(name: str, value: object, dims: int) -> Tensor:
     if value.dim() != dims:
         raise ValueError(f"{name}: expected {dims} dimension(s), got {describe(value)}")
     return value
-
-
-def finite(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None = None) -> bool:
-    """Return whether no input, bias or score is NaN or infinite: then what is hidden cannot leak."""
-    compute = torch.promote_types(q.dtype, torch.float32)
-    extremes = [torch.stack(x.aminmax()).to(torch.float64).abs().amax() for x in (q, k, v)]
-    extremes.append(torch.zeros_like(extremes[0]) if bias is None else bias.abs().amax().to(torch.float64))
-    highest_q, highest_k, highest_v, highest_bias = torch.stack(extremes).tolist()
-    score = highest_q * highest_k * q.shape[3] * abs(scale) + highest_bias
-    return math.isfinite(highest_v) and score < torch.finfo(compute).max

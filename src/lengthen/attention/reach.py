@@ -1,24 +1,21 @@
-"""Reach: how far back an ALiBi head must look, proven before any far key is read.
+"""Reach: how far a head must look, proven before any far key is read (docs/reach.md has the proof).
 
-For a query i of a head with slope m, let ℓ be the log-sum-exp of the scores read so far. All keys of the head lie in a
-ball, ‖k_j − c‖ ≤ r, so by Cauchy–Schwarz no score without its bias is above
+For a query i of a head let ℓ be the log-sum-exp of the scores read so far. All keys of the head lie in a ball,
+‖k_j − c‖ ≤ r, so by Cauchy–Schwarz no score without its bias is above
 
-    s_i = scale·(q_i·c + ‖q_i‖·r).
+    s_i = scale·q_i·c + |scale|·‖q_i‖·r.
 
-Keys at distance D and more carry a bias of −m·D at most, one step less each: a geometric series. Together they weigh
+Keys at distance D and more weigh at most e^(s_i + T(D)) together, T the tail of the bias (biases.py). That is at most
+tolerance·e^ℓ as soon as
 
-    Σ_{d ≥ D} exp(s_i − m·d)  =  exp(s_i − m·D) / (1 − e^(−m)),
+    T(D)  ≤  ℓ + log tolerance − s_i.
 
-which is at most tolerance·e^ℓ as soon as
-
-    D  ≥  (s_i − ℓ − log tolerance − log(1 − e^(−m))) / m.
-
-That D is the query's reach. Leaving out a share ε ≤ tolerance of a row's mass moves its output by at most
-2·ε·max‖v‖: ε·max‖v‖ for what is missing, and as much again for what the rest is scaled up by.
+The smallest such D is the query's reach. Leaving out a fraction ε ≤ tolerance of a row's mass moves its output by at
+most 2·ε·max‖v‖: ε·max‖v‖ for what is missing, and as much again for what the rest is scaled up by.
 
 The centre c is the mean key. The softmax does not see a shift that is common to all keys, so the bound need not pay for
 it: the keys of a trained head share a large mean. A decay breaks that (its factors differ from key to key), and then
-c = 0; decayed shares are smaller than plain ones, so the bound still holds.
+c = 0; decayed parts are smaller than plain ones, so the bound still holds.
 
 Whatever is not finite (NaN or ∞ among the inputs, a slope of 0, a tolerance of 0, no key read yet) makes D infinite:
 everything is read.
@@ -27,13 +24,14 @@ everything is read.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lengthen.attention.biases import Linear
-from lengthen.attention.masks import Causal, Mask
+from lengthen.attention.biases import Bias
+from lengthen.attention.checks import WIDE, describe, on_device
+from lengthen.attention.masks import Causal, Mask, positions
 
 NEAR = 128  # the public `reach` takes ℓ from this many of a query's nearest keys
 STEP = 4096  # positions looked at together
@@ -46,59 +44,92 @@ def default_tolerance(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Ball:
-    """A ball that holds all keys of a head: centre `[B, Hk, D]`, radius `[B, Hk]`, in the dtype computed in."""
+    """A ball that holds all keys of a head: what a cache keeps, so that nobody looks at far keys to bound them.
+
+    centre `[batch, key_heads, head_dim]` and radius `[batch, key_heads]` are float32 at least, and the radius is
+    widened by more than rounding can hide in it. `keys` is how many keys it is of: a call refuses a ball of fewer or of
+    more. Make one with `around`, and keep it up with `appended` as keys are added to the end, or with `replaced` as
+    keys are written over others. It only ever grows.
+
+    >>> import torch, lengthen
+    >>> k, new = torch.randn(1, 8, 1000, 64), torch.randn(1, 8, 1, 64)
+    >>> ball = lengthen.Ball.around(k).appended(new)
+    >>> ball.keys
+    1001
+    """
 
     centre: Tensor
     radius: Tensor
+    keys: int
+
+    def __post_init__(self) -> None:
+        if self.centre.dtype not in WIDE or self.radius.dtype != self.centre.dtype:
+            raise TypeError(
+                f"Ball: expected centre and radius in float32 or float64, got {describe(self.centre)} and "
+                f"{describe(self.radius)}"
+            )
+
+    @classmethod
+    def around(cls, k: Tensor, centred: bool = True) -> Ball:
+        """Return a ball around the keys `[batch, key_heads, keys, head_dim]`; not centred, it is around the origin."""
+        compute = torch.promote_types(k.dtype, torch.float32)
+        k = k.detach()
+        if centred and k.shape[2]:
+            centre = k.mean(dim=2, dtype=compute)
+        else:
+            centre = k.new_zeros(*k.shape[:2], k.shape[3], dtype=compute)
+        return cls(centre, centre.new_zeros(k.shape[:2]), k.shape[2]).replaced(k)
+
+    def replaced(self, k: Tensor) -> Ball:
+        """Return the ball that holds these keys too, of as many keys as before."""
+        radius = self.radius
+        for part in torch.split(k.detach(), STEP, dim=2):
+            if part.shape[2]:
+                away = torch.linalg.vector_norm(part.to(self.centre.dtype) - self.centre.unsqueeze(2), dim=-1).amax(-1)
+                # Norms, q·c and ℓ are rounded: each by less than head_dim·eps of ‖q‖·(‖c‖ + r). Eight times that.
+                slack = 8 * k.shape[3] * torch.finfo(self.centre.dtype).eps
+                radius = torch.maximum(radius, away + slack * (away + self.centre.norm(dim=-1)))
+        return replace(self, radius=radius)
+
+    def appended(self, k: Tensor) -> Ball:
+        """Return the ball of the keys that it was of and of these after them."""
+        return replace(self.replaced(k), keys=self.keys + k.shape[2])
+
+    def check_covers(self, k: Tensor) -> None:
+        """Refuse keys that it is not a ball of, as far as can be told without looking at them."""
+        on_device("ball", self.centre, k.device)
+        if self.centre.shape != (*k.shape[:2], k.shape[3]) or self.radius.shape != k.shape[:2]:
+            raise ValueError(
+                f"ball: expected a centre of shape {[*k.shape[:2], k.shape[3]]} and a radius of {list(k.shape[:2])}, "
+                f"got {describe(self.centre)} and {describe(self.radius)}"
+            )
+        if self.keys != k.shape[2]:
+            raise ValueError(f"ball: expected one of {k.shape[2]} keys like k, got one of {self.keys}: it is not k's")
 
     def highest_score(self, q: Tensor, scale: float) -> Tensor:
-        """Return an upper bound of scale·q·k over every key, `[B, H, Lq]`."""
+        """Return an upper bound of scale·q·k over every key, `[batch, heads, queries]`."""
         group = q.shape[1] // self.centre.shape[1]
         centre = self.centre.repeat_interleave(group, dim=1).unsqueeze(-1)
         radius = self.radius.repeat_interleave(group, dim=1).unsqueeze(-1)
-        along, length = [], []
-        for part in torch.split(q, STEP, dim=2):
+        bounds = []
+        for part in torch.split(q.detach(), STEP, dim=2):
             wide = part.to(centre.dtype)
-            along.append((wide @ centre).squeeze(-1))
-            length.append(torch.linalg.vector_norm(wide, dim=-1))
-        return scale * torch.cat(along, dim=2) + abs(scale) * torch.cat(length, dim=2) * radius
-
-
-def enclosing_ball(k: Tensor, centred: bool = True) -> Ball:
-    """Return a ball around the keys `[B, Hk, L, D]`; not centred, it is around the origin."""
-    compute = torch.promote_types(k.dtype, torch.float32)
-    centre = k.mean(dim=2, dtype=compute) if centred else k.new_zeros(*k.shape[:2], k.shape[3], dtype=compute)
-    radius = centre.new_zeros(k.shape[:2])
-    for part in torch.split(k, STEP, dim=2):
-        radius = torch.maximum(radius, (part - centre.unsqueeze(2)).norm(dim=-1).amax(dim=-1))
-    # Norms, q·c and ℓ itself are rounded: each by less than head_dim·eps of ‖q‖·(‖c‖ + r). Widen the ball by eight.
-    slack = 8 * k.shape[3] * torch.finfo(compute).eps
-    return Ball(centre, radius + slack * (radius + centre.norm(dim=-1)))
-
-
-def bound(highest: Tensor, slopes: Tensor, tolerance: float) -> Tensor:
-    """Return s_i − log tolerance − log(1 − e^(−m)), `[b, h, rows]`: what `distance` compares ℓ with."""
-    if tolerance <= 0:
-        return torch.full_like(highest, torch.inf)
-    return highest - math.log(tolerance) - torch.log(-torch.expm1(-slopes.to(highest.dtype))).unsqueeze(-1)
-
-
-def distance(bound: Tensor, lse: Tensor, slopes: Tensor) -> Tensor:
-    """Return D `[b, h, rows]`: keys at that distance and more may be left unread. NaN or ∞: nothing may."""
-    return (bound - lse) / slopes.to(lse.dtype).unsqueeze(-1)
+            length = torch.linalg.vector_norm(wide, dim=-1)
+            bounds.append(scale * (wide @ centre).squeeze(-1) + abs(scale) * length * radius)
+        return torch.cat(bounds, dim=2)
 
 
 def reach(
     q: Tensor,
     k: Tensor,
-    bias: Linear,
+    bias: Bias,
     tolerance: float | None = None,
     *,
     mask: Mask | None = None,
     scale: float | None = None,
-    q_start: int | None = None,
+    q_start: int | Tensor | None = None,
 ) -> Tensor:
-    """Return how many positions back each query must look, int64 `[B, H, Lq]`.
+    """Return how many positions back each query must look, int64 `[batch, heads, queries]`.
 
     Keys at that distance and more weigh no more than `tolerance` of the row together (None: half a unit in the last
     place of q's dtype). Never more than the query can see; where the bound says nothing, all that it can see.
@@ -109,31 +140,30 @@ def reach(
     >>> lengthen.reach(q, k, lengthen.Linear(lengthen.alibi_slopes(8)))[0, :, -1].tolist()
     [34, 67, 134, 267, 533, 1000, 1000, 1000]
     """
-    from lengthen.attention.op import check_call  # the call's own checks; it imports this module
+    from lengthen.attention.problem import pose  # the call's own checks; it imports this module
 
-    if not isinstance(bias, Linear):
-        raise TypeError(f"bias: expected Linear (no other bias has a bounded reach), got {type(bias).__name__}")
-    mask = Causal() if mask is None else mask
-    call = check_call(q, k, k, bias, None, mask, scale, q_start, tolerance)
+    if bias is None:
+        raise TypeError("bias: expected Linear or Table, whose tail bounds how far a head looks, got None")
+    problem = pose(q, k, k, bias, None, mask or Causal(), scale=scale, q_start=q_start, tolerance=tolerance)
     if not (q.numel() and k.numel()):
         return torch.zeros(q.shape[:3], dtype=torch.int64, device=q.device)
-    compute = torch.promote_types(q.dtype, torch.float32)
-    first, last = (x.unsqueeze(1) for x in mask.interval(q.shape[2], k.shape[2], call.q_start, q.device))
-    position = torch.arange(q.shape[2], device=q.device) + call.q_start
+    compute = problem.compute
+    first, last = (x.unsqueeze(1) for x in problem.interval())
+    position = positions(q.shape[2], problem.q_start, q.device).unsqueeze(1)  # [batch or 1, 1, queries]
     last = torch.minimum(last, position)  # reach looks back; what is ahead has its own side
-    limit = bound(enclosing_ball(k).highest_score(q, call.scale), bias.slopes, call.tolerance)
-    result = torch.empty(q.shape[:3], dtype=torch.int64, device=q.device)
+    farthest = max(0, int(position.max()))
+    near_lse = []
     for i in range(0, q.shape[2], NEAR):
         rows = slice(i, i + NEAR)
-        q_rows, here = q[:, :, rows].to(compute) * call.scale, position[rows]
         lo = max(0, int(last[..., rows].amin()) - NEAR + 1)
         hi = max(lo, int(last[..., rows].amax()) + 1)
         j = torch.arange(lo, hi, device=q.device)
-        near = k[:, :, lo:hi].to(compute).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        score = q_rows @ near.mT + bias.at(here[:, None] - j, compute)
         seen = (j >= first[..., rows, None]) & (j <= last[..., rows, None])
-        lse = score.masked_fill(~seen, -torch.inf).logsumexp(dim=-1)
-        far = distance(limit[:, :, rows], lse, bias.slopes).ceil().nan_to_num(nan=torch.inf, posinf=torch.inf)
-        most = (here - first[..., rows] + 1).clamp(min=0).to(compute)
-        result[:, :, rows] = torch.minimum(far.clamp(min=0), most).long()
-    return result
+        distance = (position[..., rows, None] - j).where(seen, 0).squeeze(1)
+        near = k[:, :, lo:hi].to(compute).repeat_interleave(problem.group, dim=1)
+        score = problem.scale * q[:, :, rows].to(compute) @ near.mT + bias.at(distance, compute).transpose(0, 1)
+        near_lse.append(score.masked_fill(~seen, -torch.inf).logsumexp(dim=-1))
+    limit = math.log(problem.tolerance) if problem.tolerance > 0 else -math.inf
+    limits = torch.cat(near_lse, dim=2) + limit - Ball.around(k).highest_score(q, problem.scale)
+    far = bias.reach(limits, farthest).ceil().nan_to_num(nan=torch.inf, posinf=torch.inf).clamp(min=0)
+    return torch.minimum(far, (position - first + 1).clamp(min=0).to(compute)).long()

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lengthen.attention import Causal, Mask
 from lengthen.attention.biases import Bias, Decay
-from lengthen.attention.op import check_call
+from lengthen.attention.problem import pose
 from lengthen.model import Transformer, transformer
 
 OP = "attention"  # the name by which the model's module knows the op
@@ -61,7 +61,7 @@ class Call:
     def chunks(self, most: int = CHUNK_SCORES) -> Iterator[Chunk]:
         """Yield the scores of all queries, some at a time: no more than `most` numbers, or one query's."""
         q, k = self.q, self.k
-        call = check_call(q, k, self.v, self.bias, self.decay, self.mask, self.scale, None, None)
+        call = pose(q, k, self.v, self.bias, self.decay, self.mask, scale=self.scale)
         wide = torch.promote_types(q.dtype, torch.float64 if self.decay is not None else torch.float32)
         k = k.to(wide).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         first, last = self.mask.interval(q.shape[2], k.shape[2], call.q_start, q.device)

@@ -1,4 +1,4 @@
-"""Reach: how far each head of an ALiBi model looks on real text, and how much of the score matrix that is.
+"""Reach: how far each head of a model with a bias looks on real text, and how much of the score matrix that is.
 
 `lengthen.reach` proves, for each query, how many keys back may matter at all: what stands further weighs less than half
 a unit in the last place together (`docs/reach.md`). With D_i that number for the query at i (never above i + 1),
@@ -6,7 +6,8 @@ a unit in the last place together (`docs/reach.md`). With D_i that number for th
     reach  =  mean of D_i over queries                    keys read by a query
     share  =  Σ D_i / Σ (i + 1)                           of the causal half of the score matrix
 
-Other methods have no such bound: every key may matter, whatever its distance.
+A method without a bias has no such bound: every key may matter, whatever its distance. So may it with a bias that does
+not fall; then the reach is all that a query sees.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lengthen.attention import Linear, reach
+from lengthen.attention import reach
 from lengthen.evaluation.capture import Call, each_layer
 from lengthen.model import Transformer
 
@@ -32,18 +33,17 @@ class Reaches:
 
 def refuse_unbounded(model: Transformer) -> None:
     """Raise an error if a model's position method bounds no head's reach."""
-    bias = model.method.bias(0)
-    if not isinstance(bias, Linear):
+    if model.method.bias(0) is None:
         raise ValueError(
-            f"reach: expected a model whose scores fall in proportion to distance (alibi, or a method with it), got "
-            f"{model.config.positions!r}: nothing bounds how far its heads look"
+            f"reach: expected a model with a bias on its scores (alibi, t5, kerple, sandwich, or a method with one), "
+            f"got {model.config.positions!r}: nothing bounds how far its heads look"
         )
 
 
 def keys_read(call: Call, tolerance: float | None = None) -> Tensor:
     """Return how many keys back each head's queries must look on average, float64 `[heads]`."""
-    if not isinstance(call.bias, Linear):
-        raise TypeError(f"bias: expected Linear (no other bias has a bounded reach), got {type(call.bias).__name__}")
+    if call.bias is None:
+        raise TypeError("bias: expected Linear or Table, whose tail bounds how far a head looks, got None")
     if call.decay is not None:
         raise ValueError("decay: expected none: reach is not computed for ALiBi with a decay at this length")
     far = reach(call.q, call.k, call.bias, tolerance, mask=call.mask, scale=call.scale)

@@ -45,5 +45,7 @@ def _score(logits, targets, losses, stride, vocabulary, BLOCK: tl.constexpr):  #
 def score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the losses `[rows]`, float32, and the logits' memory with their gradient in it; −100 is not scored."""
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    _score[(logits.shape[0],)](logits, targets, losses, logits.stride(0), logits.shape[1], BLOCK=BLOCK, num_warps=WARPS)
+    sizes = (logits.stride(0), logits.shape[1])
+    with torch.cuda.device(logits.get_device()):  # Triton launches on the current one
+        _score[(logits.shape[0],)](logits, targets, losses, *sizes, BLOCK=BLOCK, num_warps=WARPS)
     return losses, logits

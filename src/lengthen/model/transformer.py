@@ -4,15 +4,14 @@
     x = x + attention(norm(x));  x = x + feed_forward(norm(x))          in each block
     logits = norm(x) · outputᵀ
 
-Position enters through the method's four places alone: `embed` once, `rotate` on queries and keys, `decay` and `bias`
-in the attention op. Method, bias and decay are made once a pass and shared by all blocks. A decoder and an encoder
-differ in the mask and in what is predicted, not in their blocks.
+Position enters through the method alone: `embed` once, and the method at the positions of a pass (`at`), which splits
+and rotates each block's projection and holds the op's bias and decay. A decoder and an encoder differ in the mask and
+in what is predicted, not in their blocks.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,29 +20,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lengthen.attention import Bidirectional, Causal, Mask, attention
-from lengthen.attention.biases import Bias, Decay
 from lengthen.attention.checks import can_look, describe
-from lengthen.attention.native import unfoldable
-from lengthen.model import turned
 from lengthen.model.config import ModelConfig
 from lengthen.model.loss import linear_cross_entropy
-from lengthen.positions.method import PositionMethod
-from lengthen.positions.rotation import Rotation
+from lengthen.positions.method import Placed
 
 INIT_STD = 0.02  # GPT-2's; the projections that write into the residual stream get it divided by √(2·layers)
-
-
-@dataclass(frozen=True, eq=False)
-class Pass:
-    """What every block of one forward pass shares."""
-
-    method: PositionMethod
-    queries_at: Any  # what method.prepared made of the positions
-    keys_at: Any
-    bias: Bias | None
-    decay: Decay | None
-    mask: Mask
-    angles: Tensor | None  # where `turned.split` does what method.rotate would do
 
 
 class Attention(nn.Module):
@@ -56,15 +38,10 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, together, bias=config.biases)
         self.out = nn.Linear(self.heads * self.head_dim, config.width, bias=config.biases)
 
-    def forward(self, x: Tensor, shared: Pass) -> Tensor:
+    def forward(self, x: Tensor, placed: Placed, mask: Mask) -> Tensor:
         """Return what each token of x `[batch, length, width]` reads from those it sees."""
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        if shared.angles is not None:
-            q, k, v = turned.split(qkv, self.heads, self.key_heads, shared.angles)
-        else:
-            q, k, v = (part.transpose(1, 2) for part in qkv.split([self.heads, *[self.key_heads] * 2], dim=2))
-            q, k = shared.method.rotate(q, shared.queries_at), shared.method.rotate(k, shared.keys_at)
-        read = attention(q, k, v, bias=shared.bias, decay=shared.decay, mask=shared.mask)
+        q, k, v = placed.split(self.qkv(x).unflatten(-1, (-1, self.head_dim)), self.heads, self.key_heads)
+        read = attention(q, k, v, bias=placed.bias, decay=placed.decay, mask=mask)
         return cast(Tensor, self.out(read.transpose(1, 2).flatten(-2)))
 
 
@@ -98,9 +75,9 @@ class Block(nn.Module):
         self.attention, self.feed_forward = Attention(config), FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, shared: Pass) -> Tensor:
+    def forward(self, x: Tensor, placed: Placed, mask: Mask) -> Tensor:
         """Return x `[batch, length, width]` with this block's part added."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), shared))
+        x = x + self.dropout(self.attention(self.attention_norm(x), placed, mask))
         return x + cast(Tensor, self.dropout(self.feed_forward(self.feed_forward_norm(x))))
 
 
@@ -168,20 +145,24 @@ class Transformer(nn.Module):
         if mask is None:
             mask = Causal() if config.kind == "decoder" else Bidirectional()
         positions = torch.arange(length, device=ids.device)
-        if document_starts is not None:  # each document counts from its own start, as it would alone
-            mask, positions = mask.packed(document_starts), positions - document_starts
+        if document_starts is not None:
+            mask = mask.packed(document_starts)
+        if mask.moved:  # documents and padded sequences count from their own start, as they would alone
+            positions = (positions - mask.start(length, ids.device)).clamp(min=0)
+        if mask.formula() is None:
+            mask = mask.listed(length, length, 0, ids.device)  # once, not in every layer
         x = self.embedding(ids)
         if config.scale_embeddings:
             x = x * math.sqrt(config.width)
         x = self.dropout(self.method.embed(x, positions))
         if torch.is_autocast_enabled(x.device.type):  # else every block would read and write the stream in 32 bits
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        shared = self._shared(positions, mask, x.dtype)
+        placed = self.method.at(positions, x.dtype, mask.two_sided)
         for block in self.blocks:
             if self.checkpoint_activations and self.training and torch.is_grad_enabled():
-                x = checkpoint(block, x, shared, use_reentrant=False)
+                x = checkpoint(block, x, placed, mask, use_reentrant=False)
             else:
-                x = block(x, shared)
+                x = block(x, placed, mask)
         return self._finish(x)
 
     def _finish(self, x: Tensor) -> Tensor:
@@ -192,21 +173,6 @@ class Transformer(nn.Module):
         for block in self.blocks:
             block.compile(dynamic=False)
         self._finish = torch.compile(self._finish, dynamic=False)  # type: ignore[method-assign]
-
-    def _shared(self, positions: Tensor, mask: Mask, dtype: torch.dtype) -> Pass:
-        method, length = self.method, positions.shape[-1]
-        queries_at = keys_at = method.prepared(positions, dtype)
-        decay = method.decay()
-        rotation = next((part for part in method.modules() if isinstance(part, Rotation)), None)
-        if decay is not None and rotation is not None and not unfoldable(decay, mask, length, length, 0, dtype):
-            # Short enough for xPos as the paper writes it: the decay's powers cost nothing in the tables of angles.
-            factors = decay.powers(length, length, 0, torch.promote_types(dtype, torch.float32))
-            queries_at, keys_at = (rotation.scaled(queries_at, factor.squeeze(0)) for factor in factors)
-            decay = None
-        usual = rotation is not None and type(rotation).rotate is Rotation.rotate  # and not somebody's own
-        in_halves = usual and rotation is not None and rotation.pairs == "halves"
-        angles = turned.tables(queries_at, keys_at) if in_halves else None
-        return Pass(method, queries_at, keys_at, method.bias(max(length - 1, 0)), decay, mask, angles)
 
     def forward(
         self,

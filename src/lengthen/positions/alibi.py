@@ -66,15 +66,12 @@ class ALiBi(PositionMethod):
         return Linear(widen(self.log_slopes).exp(), ahead)
 
     def _fixed(self) -> Linear:
-        kept: Linear | None = self._kept
-        if kept is not None and kept.slopes.device == self.device:
-            return kept
-        with torch.inference_mode(False):  # else a later training step could not use what was made here
-            slopes = torch.tensor(self.initial_slopes, dtype=torch.float32, device=self.device)
-            # Reversed, so that a head which looks far on one side looks near on the other.
-            kept = Linear(slopes, slopes.flip(0) if self.sides == "separate" else None)
-        self._kept = kept
-        return kept
+        kept: Tensor | None = self._kept
+        if kept is None or kept.device != self.device:  # once: to make them on a GPU, the CPU waits for it
+            with torch.inference_mode(False):  # else a later training step could not use what was made here
+                kept = self._kept = torch.tensor(self.initial_slopes, dtype=torch.float32, device=self.device)
+        # Copies, which a caller may change. Reversed, a head that looks far on one side looks near on the other.
+        return Linear(kept.clone(), kept.flip(0) if self.sides == "separate" else None)
 
 
 def standard_slopes(heads: int) -> tuple[float, ...]:

@@ -6,14 +6,15 @@ off its class, so a method of one's own needs no entry anywhere.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from lengthen.attention.biases import Bias, Decay
 from lengthen.attention.checks import describe
-from lengthen.positions.method import PLACES, PositionMethod
+from lengthen.positions.method import PLACES, Placed, PositionMethod
 from lengthen.positions.nothing import NoPosition
 
 # What two methods in one place would both do, and why they may not.
@@ -69,11 +70,15 @@ class Composed(PositionMethod):
     def _rotating(self) -> PositionMethod | None:
         return next((part for part in self.parts if "rotate" in part.places), None)
 
-    def prepared(self, positions: Tensor, dtype: torch.dtype) -> Any:
-        """Do what the method that rotates does."""
-        return positions if self._rotating is None else self._rotating.prepared(positions, dtype)
+    def at(self, positions: Tensor, dtype: torch.dtype, two_sided: bool) -> Placed:
+        """Return the method that rotates at these positions, with the bias and the decay of those that have one."""
+        if self._rotating is None:
+            return super().at(positions, dtype, two_sided)
+        placed = self._rotating.at(positions, dtype, two_sided)
+        decay = placed.decay if "decay" in self._rotating.places else self.decay()  # its own may be in its angles
+        return replace(placed, bias=self.bias(max(positions.shape[-1] - 1, 0)), decay=decay)
 
-    def rotate(self, x: Tensor, positions: Any) -> Tensor:
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Do what the method that rotates does."""
         return x if self._rotating is None else self._rotating.rotate(x, positions)
 

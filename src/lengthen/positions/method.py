@@ -5,12 +5,14 @@
     decay     rates[f]^|i − j| on each feature     inside the attention op     xPos
     bias      a function of i − j on each score    inside the attention op     ALiBi, T5, Kerple, Sandwich
 
-The rest of a model calls all four and is blind to which method it has. One module serves every layer, so what
-is learned here is shared by them.
+The rest of a model is blind to which method it has: it asks for the method at the positions of a forward pass (`at`),
+an object that applies itself to projections and holds the op's arguments. One module serves every layer, so what is
+learned here is shared by them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +22,24 @@ from lengthen.attention.biases import Bias, Decay
 from lengthen.attention.checks import describe, index_tensor, whole_number
 
 PLACES = ("embed", "rotate", "decay", "bias")
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A method at the positions of one forward pass: computed once, reused by every layer."""
+
+    method: PositionMethod
+    positions: Any  # or what a subclass makes of them
+    bias: Bias | None
+    decay: Decay | None
+
+    def split(self, qkv: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys, rotated, and values, `[batch, heads, length, head_dim]`.
+
+        From one projection `[batch, length, heads + 2·key_heads, head_dim]`.
+        """
+        q, k, v = (part.transpose(1, 2) for part in torch.split(qkv, [heads, key_heads, key_heads], dim=2))
+        return self.method.rotate(q, self.positions), self.method.rotate(k, self.positions), v
 
 
 class PositionMethod(nn.Module):
@@ -65,11 +85,11 @@ class PositionMethod(nn.Module):
         """Return x `[batch, length, width]` with its positions, `[length]` or `[batch, length]`, in it."""
         return x
 
-    def prepared(self, positions: Tensor, dtype: torch.dtype) -> Any:
-        """Return what `rotate` may be given in place of positions: made once for all layers, for x of this dtype."""
-        return positions
+    def at(self, positions: Tensor, dtype: torch.dtype, two_sided: bool) -> Placed:
+        """Return the method at these positions, for projections of this dtype; `two_sided`: queries may look ahead."""
+        return Placed(self, positions, self.bias(max(positions.shape[-1] - 1, 0)), self.decay())
 
-    def rotate(self, x: Tensor, positions: Any) -> Tensor:
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return a query or key `[batch, heads, length, head_dim]` turned by its positions; any heads."""
         return x
 

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lengthen.positions.method import PositionMethod, check_positions
+from lengthen.positions import turned
+from lengthen.positions.method import Placed, PositionMethod, check_positions
 from lengthen.positions.options import choice, number
 
 
@@ -47,24 +48,23 @@ class Rotation(PositionMethod):
         pair = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
         return torch.pow(self.base, -pair / self.head_dim)
 
-    def prepared(self, positions: Tensor, dtype: torch.dtype) -> Angles:
+    def at(self, positions: Tensor, dtype: torch.dtype, two_sided: bool) -> Placed:
         """Return the angles of these positions: torch.compile would otherwise compute them in every layer."""
-        return Angles(*self._tables(positions, torch.promote_types(dtype, torch.float32)))
+        placed = super().at(positions, dtype, two_sided)
+        if type(self).rotate is not Rotation.rotate:  # somebody's own
+            return placed
+        angles = self._tables(positions, torch.promote_types(dtype, torch.float32))
+        return Turned(self, positions, placed.bias, placed.decay, torch.stack((*angles, *angles)))
 
-    def scaled(self, angles: Angles, factor: Tensor) -> Angles:
-        """Return angles that also multiply what they turn, by a factor `[length, head_dim]` that pairs share."""
-        half = factor[..., : self.head_dim // 2] if self.pairs == "halves" else factor[..., 0::2]
-        return Angles(angles.cos * half, angles.sin * half)
-
-    def rotate(self, x: Tensor, positions: Tensor | Angles) -> Tensor:
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return x turned by its positions, in x's dtype."""
-        compute = torch.promote_types(x.dtype, torch.float32)
-        if isinstance(positions, Angles):
-            cos, sin = positions
-        else:
-            check_positions(x, positions, 4, ("head_dim", self.head_dim))
-            cos, sin = self._tables(positions, compute)
-        wide = x.to(compute)
+        check_positions(x, positions, 4, ("head_dim", self.head_dim))
+        return self.turn(x, Angles(*self._tables(positions, torch.promote_types(x.dtype, torch.float32))))
+
+    def turn(self, x: Tensor, angles: Angles) -> Tensor:
+        """Return x turned by these angles, in x's dtype."""
+        cos, sin = angles
+        wide = x.to(cos.dtype)
         # Projections give heads that stand side by side in memory. What is turned keeps that order: in any other, the
         # backward pass of a compiled layer takes several times as long to put the gradients together again.
         side_by_side = x.stride(1) < x.stride(2)
@@ -99,6 +99,26 @@ class Rotation(PositionMethod):
         if positions.dim() == 2:
             angle = angle.unsqueeze(1)
         return (angle.cos() * self.magnitude).to(dtype), (angle.sin() * self.magnitude).to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Turned(Placed):
+    """A rotation at the positions of a forward pass.
+
+    `tables` are cos and sin of the queries and of the keys, which differ in xPos: `[4, …]`, each as `Angles` has them.
+    """
+
+    tables: Tensor
+
+    def split(self, qkv: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys, turned, and values; on a GPU in one pass, where its kernel knows the layout."""
+        method, tables = self.method, self.tables
+        assert isinstance(method, Rotation)
+        known = tables.is_cuda and method.pairs == "halves" and tables.dim() == 3 and tables.dtype == torch.float32
+        if known and not tables.requires_grad:
+            return turned.split(qkv, heads, key_heads, tables)
+        q, k, v = (part.transpose(1, 2) for part in torch.split(qkv, [heads, key_heads, key_heads], dim=2))
+        return method.turn(q, Angles(tables[0], tables[1])), method.turn(k, Angles(tables[2], tables[3])), v
 
 
 def _across_heads(table: Tensor) -> Tensor:

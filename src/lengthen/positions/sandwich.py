@@ -40,7 +40,7 @@ class Sandwich(PositionMethod):
             with torch.inference_mode(False):
                 kept = self._compute(1 << (length - 1).bit_length())
             self._kept = kept
-        return Table(kept[:, :length])
+        return Table(kept[:, :length].clone())  # a copy, which a caller may change
 
     def _compute(self, length: int) -> Tensor:
         """Return `[heads, length]`, computed in float64."""

@@ -64,13 +64,14 @@ class T5(PositionMethod):
         nn.init.zeros_(self.weight)
 
     def bias(self, max_distance: int) -> Table:
-        """Return the bias of every distance, float32 at least; gradients flow to the buckets."""
-        length = whole_number("max_distance", max_distance, at_least=0) + 1
-        rows = widen(self.weight)
-        if not self.bidirectional:
-            return Table(spread(rows, self.starts, length), level=self.starts[-1])
-        behind, ahead = rows.chunk(2)
-        return Table(spread(behind, self.starts, length), spread(ahead, self.starts, length), self.starts[-1])
+        """Return the bias of every distance, float32 at least; gradients flow to the buckets.
+
+        The table ends where the last bucket begins, and is extended from there: it is as small at any length.
+        """
+        whole_number("max_distance", max_distance, at_least=0)
+        sides = widen(self.weight).chunk(2) if self.bidirectional else (widen(self.weight),)
+        behind, *ahead = (spread(rows, self.starts) for rows in sides)
+        return Table(behind, ahead[0] if ahead else None, extended=True)
 
 
 def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
@@ -89,14 +90,14 @@ def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
     )
 
 
-def spread(rows: Tensor, starts: tuple[int, ...], length: int) -> Tensor:
-    """Return `[heads, length]`, the row of the bucket that each distance is in, from rows `[buckets, heads]`.
+def spread(rows: Tensor, starts: tuple[int, ...]) -> Tensor:
+    """Return `[heads, starts[-1] + 1]`, the row of the bucket that each distance is in, from rows `[buckets, heads]`.
 
     Buckets are runs of distances, so each row is repeated and the runs are joined. The gradient is then a sum
     over each run, in a fixed order; that of an indexed lookup adds up in whatever order threads arrive, and
     training with it cannot be repeated.
     """
-    ends = (*starts[1:], length)
-    counts = [min(end, length) - start for start, end in zip(starts, ends, strict=True)]
+    ends = (*starts[1:], starts[-1] + 1)
+    counts = [end - start for start, end in zip(starts, ends, strict=True)]
     runs = [row.unsqueeze(1).expand(-1, count) for row, count in zip(rows.unbind(), counts, strict=True) if count > 0]
     return torch.cat(runs, dim=1)

@@ -12,15 +12,19 @@ else.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lengthen.attention.biases import Decay
+from lengthen.positions.method import Placed
 from lengthen.positions.options import flag, number
-from lengthen.positions.rotation import Rotation
+from lengthen.positions.rotation import Rotation, Turned
 
+# How small a decay's power may get in a query or key, and so how large in another: far from what the dtype can hold.
+LEAST_POWER = {torch.float16: 2.0**-5, torch.bfloat16: 2.0**-16, torch.float32: 2.0**-16, torch.float64: 2.0**-16}
 LEAST_GAMMA = 1e-6  # softplus underflows to 0, where the slowest rate would be 0
 
 
@@ -73,3 +77,24 @@ class XPos(Rotation):
         rates = ((pair / half + gamma) / (1 + gamma)) ** (1 / self.scale_base)
         rates = torch.cat((rates, rates)) if self.pairs == "halves" else torch.stack((rates, rates), -1).flatten()
         return Decay(rates, self._floor)
+
+    def at(self, positions: Tensor, dtype: torch.dtype, two_sided: bool) -> Placed:
+        """Return the angles of these positions; where it fits the dtype, with the decay in them, as the paper has it.
+
+        Then the op need not know of it. A decay over so few positions that its powers stay far from the dtype's ends
+        costs nothing there. Keys ahead of a query would get the inverse of what they should.
+        """
+        placed = super().at(positions, dtype, two_sided)
+        decay, length = placed.decay, positions.shape[-1]
+        lowest = None if decay is None else decay.lowest()
+        short = lowest is not None and lowest ** (length / 2) >= LEAST_POWER[dtype]
+        if two_sided or not short or not isinstance(placed, Turned) or decay is None:
+            return placed
+        steps = torch.arange(length, device=positions.device) - length / 2
+        tables = [decay.power(sign * steps, placed.tables.dtype).squeeze(0) for sign in (1, 1, -1, -1)]
+        by = (
+            torch.stack(tables)[..., : self.head_dim // 2] if self.pairs == "halves" else torch.stack(tables)[..., 0::2]
+        )
+        if placed.tables.dim() > 3:  # positions of each sequence
+            by = by[:, None, None]
+        return replace(placed, decay=None, tables=placed.tables * by)

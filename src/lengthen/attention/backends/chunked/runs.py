@@ -1,0 +1,182 @@
+"""Runs: blocks of queries that read their keys in one call, so that a few large calls do all the work.
+
+A run is a row of equally tall blocks of queries, each with a window of keys:
+
+    block b     queries start + b·rows …        window     keys lo + b·step … lo + b·step + width − 1
+
+Blocks are the batch of the call, and windows are views that overlap in memory, so nothing is copied. With step = rows
+the windows move with their blocks, as a band needs; with step = 0 all blocks read the same keys.
+
+Inside a call rows stand in reverse order. Distance is then a function of row + column, so the bias of all blocks is one
+vector a head, seen through strides (1, 1): nothing of the size of the scores is built for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+ROWS = 256  # queries in a block: fewer are slower for each score, more waste work on what they do not see
+TALL, SPREAD = 512, 2048  # rows that read the same keys in one call: at most, and of all its heads if that is fewer
+WASTE = 1.2  # how much more than needed a call may read, for there to be fewer calls
+NUMBERS = 1 << 21  # of the queries of one call: 8 MB, which memory is had for without asking the system each time
+
+Window = tuple[int, int]  # keys [lo, hi); empty where lo ≥ hi
+
+
+@dataclass(frozen=True)
+class Run:
+    """Some sequences' and heads' blocks of queries, and their windows; several blocks are of one sequence alone."""
+
+    start: int
+    blocks: int
+    rows: int
+    lo: int
+    width: int
+    step: int
+    batch: slice = field(default_factory=lambda: slice(0, 1))
+    heads: slice = field(default_factory=lambda: slice(0, 1))
+    group: int = 1  # heads that share a key head
+
+    @property
+    def at(self) -> tuple[slice, slice, slice]:
+        """Where the run's rows are in a tensor `[batch, heads, rows, …]`."""
+        return self.batch, self.heads, slice(self.start, self.start + self.blocks * self.rows)
+
+    @property
+    def at_keys(self) -> tuple[slice, slice, slice]:
+        """Where the keys of all its windows are in a tensor `[batch, key_heads, keys, …]`."""
+        heads = slice(self.heads.start // self.group, (self.heads.stop - 1) // self.group + 1)
+        return self.batch, heads, slice(self.lo, self.lo + (self.blocks - 1) * self.step + self.width)
+
+    @property
+    def last(self) -> int:
+        """The row that stands first in the call."""
+        return self.start + self.rows * (1 if self.step else self.blocks) - 1
+
+    @property
+    def count(self) -> int:
+        """How many heads it is of."""
+        return int(self.heads.stop - self.heads.start)
+
+    @property
+    def scores(self) -> int:
+        """How many scores the call has."""
+        return int(self.batch.stop - self.batch.start) * self.count * self.blocks * self.rows * self.width
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return the run's rows of x, `[1 or batch, 1 or heads, rows, …]`, as its call has them: a copy."""
+        x = x[self.batch if x.shape[0] > 1 else slice(None), self.heads if x.shape[1] > 1 else slice(None), self.at[2]]
+        if self.blocks == 1:
+            return x.flip(2)
+        sizes = (self.blocks, self.rows)
+        x = torch.unflatten(x[0], 1, sizes).flip(2) if self.step else torch.unflatten(x[0].flip(1), 1, sizes)
+        return x.transpose(0, 1)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Return what a call made, `[calls, heads, rows, …]`, in the order of the rows: `take` undone."""
+        if self.blocks == 1:
+            return x.flip(2)
+        x = x.transpose(0, 1)
+        return (x.flip(2).flatten(1, 2) if self.step else x.flatten(1, 2).flip(1)).unsqueeze(0)
+
+    def windows(self, x: Tensor) -> Tensor:
+        """Return the keys or values of each block, `[calls, key_heads, width, features]`: a view."""
+        x = x[self.at_keys]
+        if self.step == 0:
+            return x if self.blocks == 1 else x.expand(self.blocks, -1, -1, -1)
+        return x[0].unfold(1, self.width, self.step).permute(1, 0, 3, 2)
+
+    def add_windows(self, total: Tensor, part: Tensor) -> None:
+        """Add what each block gives to the keys of its window to `total`, that of all keys, in a fixed order."""
+        into = total[self.at_keys]
+        if self.step == 0:
+            into += part if self.blocks == 1 else part.sum(dim=0, keepdim=True)
+            return
+        for at in range(0, self.width, self.step):  # the same stretch of all windows: these do not overlap
+            length = min(self.step, self.width - at)
+            stretch = into[0, :, at:].unfold(1, length, self.step)[:, : self.blocks]
+            stretch.transpose(2, 3).add_(part[:, :, at : at + length].transpose(0, 1))
+
+    def part(self, block: int, blocks: int) -> Run:
+        """Return some of the blocks as a run."""
+        step = self.step if blocks > 1 else 0
+        return replace(
+            self, start=self.start + block * self.rows, blocks=blocks, lo=self.lo + block * self.step, step=step
+        )
+
+    def split(self, scores: int) -> Iterator[Run]:
+        """Cut the run into some of no more than so many scores each, or of one row: by blocks, by heads, by rows."""
+        if self.scores <= scores or self.blocks == self.rows == self.count == 1:
+            yield self
+        elif self.blocks > 1:
+            half = self.blocks // 2
+            yield from self.part(0, half).split(scores)
+            yield from self.part(half, self.blocks - half).split(scores)
+        elif self.count > 1:
+            for head in range(self.heads.start, self.heads.stop):
+                yield from replace(self, heads=slice(head, head + 1)).split(scores)
+        else:
+            half = self.rows // 2
+            yield from replace(self, rows=half).split(scores)
+            yield from replace(self, start=self.start + half, rows=self.rows - half).split(scores)
+
+    def of(self, batch: slice, heads: slice, group: int) -> Iterator[Run]:
+        """Yield the run for some sequences and heads: its blocks together for each sequence, or sequences together."""
+        run, sequences = replace(self, batch=batch, heads=heads, group=group), batch.stop - batch.start
+        if sequences == 1 or self.blocks == 1:
+            yield run
+        elif self.blocks >= sequences:
+            yield from (replace(run, batch=slice(b, b + 1)) for b in range(batch.start, batch.stop))
+        else:
+            yield from (run.part(block, 1) for block in range(self.blocks))
+
+
+def alike(heads: Sequence[object], group: int) -> Iterator[slice]:
+    """Yield all heads if they are alike, and else neighbours that are, of one key head each where heads share keys."""
+    if all(one == heads[0] for one in heads):
+        yield slice(0, len(heads))
+        return
+    start = 0
+    for head in range(1, len(heads) + 1):
+        if head == len(heads) or heads[head] != heads[start] or (group > 1 and head % group == 0):
+            yield slice(start, head)
+            start = head
+
+
+def plan(
+    windows: Sequence[Window], queries: int, keys: int, heads: int, features: int, ends: str = ""
+) -> Iterator[Run]:
+    """Yield runs in which each block of `ROWS` queries reads its window, or a little more, in so many heads at once.
+
+    Windows that move with their blocks are read together; of the others, neighbouring blocks become one while it is not
+    too tall. `ends` says of which end nothing more may be read: "lo", "hi", or neither.
+    """
+    most, tall = max(1, NUMBERS // (heads * ROWS * features)), min(TALL, max(ROWS, SPREAD // heads))
+
+    def fits(lo: int, hi: int, next_lo: int, next_hi: int) -> bool:
+        same_end = (ends != "lo" or lo == next_lo) and (ends != "hi" or hi == next_hi)
+        return same_end and next_lo < next_hi
+
+    i = 0
+    while i < len(windows):
+        (lo, hi), here = windows[i], i * ROWS
+        n, needed, low, high = 1, hi - lo, lo - here, hi - here  # low and high are relative to the block
+        while needed > 0 and n < most and here + (n + 1) * ROWS <= queries:
+            next_lo, next_hi = (key - here - n * ROWS for key in windows[i + n])
+            wide_lo, wide_hi, more = min(low, next_lo), max(high, next_hi), needed + next_hi - next_lo
+            inside = here + wide_lo >= 0 and here + n * ROWS + wide_hi <= keys
+            wasted = (n + 1) * (wide_hi - wide_lo) > WASTE * more
+            if wasted or not inside or not fits(low, high, next_lo, next_hi):
+                break
+            low, high, needed, n = wide_lo, wide_hi, more, n + 1
+        if n > 1:
+            yield Run(here, n, ROWS, here + low, high - low, ROWS)
+        elif needed > 0:
+            while i + n < len(windows) and (n + 1) * ROWS <= tall and fits(lo, hi, *windows[i + n]):
+                lo, hi, n = min(lo, windows[i + n][0]), max(hi, windows[i + n][1]), n + 1
+            yield Run(here, 1, min(n * ROWS, queries - here), lo, hi - lo, 0)
+        i += n

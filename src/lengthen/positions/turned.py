@@ -1,0 +1,87 @@
+"""Queries, keys and values from one projection, queries and keys turned by their angles: one pass each way on a GPU.
+
+Left to torch.compile, rotary embedding costs two passes over the gradients: one turns those of queries and keys back, a
+second joins the three into the projection's. Here each direction is one kernel (`turned_kernel.py`), which splits and
+turns, or turns back and joins, in the same pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def split(qkv: Tensor, heads: int, key_heads: int, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys (turned, in halves) and values, `[batch, heads, length, head_dim]`.
+
+    Args:
+        qkv: the projection, `[batch, length, heads + 2·key_heads, head_dim]`.
+        heads: heads of queries.
+        key_heads: heads of keys, and of values.
+        angles: cos and sin of the queries and of the keys, `[4, length, head_dim / 2]`, float32.
+    """
+    q, k, v = split_turned(qkv, heads, key_heads, angles)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+# The two ops. Off a GPU they are the definition that the kernels are tested against.
+
+
+@torch.library.custom_op("lengthen::split_turned", mutates_args=())
+def split_turned(qkv: Tensor, heads: int, key_heads: int, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries and keys, turned, and values, `[batch, length, heads, head_dim]`, each in memory of its own."""
+    q, k, v = torch.split(qkv, [heads, key_heads, key_heads], dim=2)
+    return _turn(q, angles[0], angles[1]), _turn(k, angles[2], angles[3]), v.contiguous()
+
+
+@torch.library.custom_op("lengthen::join_turned", mutates_args=())
+def join_turned(d_q: Tensor, d_k: Tensor, d_v: Tensor, angles: Tensor) -> Tensor:
+    """Return the projection's gradient: those of queries and keys turned back, and that of values, side by side."""
+    return torch.cat((_turn(d_q, angles[0], -angles[1]), _turn(d_k, angles[2], -angles[3]), d_v), dim=2)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x `[batch, length, heads, head_dim]` turned by `[length, head_dim / 2]`, in x's dtype."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    a, b = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+@split_turned.register_fake
+def _(qkv: Tensor, heads: int, key_heads: int, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    batch, length, _, width = qkv.shape
+    k, v = (qkv.new_empty(batch, length, key_heads, width) for _ in range(2))
+    return qkv.new_empty(batch, length, heads, width), k, v
+
+
+@join_turned.register_fake
+def _(d_q: Tensor, d_k: Tensor, d_v: Tensor, angles: Tensor) -> Tensor:
+    batch, length, heads, width = d_q.shape
+    return d_q.new_empty(batch, length, heads + 2 * d_k.shape[2], width)
+
+
+@split_turned.register_kernel("cuda")
+def _(qkv: Tensor, heads: int, key_heads: int, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    from lengthen.positions import turned_kernel
+
+    return turned_kernel.split(qkv, heads, key_heads, angles)
+
+
+@join_turned.register_kernel("cuda")
+def _(d_q: Tensor, d_k: Tensor, d_v: Tensor, angles: Tensor) -> Tensor:
+    from lengthen.positions import turned_kernel
+
+    return turned_kernel.join(d_q, d_k, d_v, angles)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(inputs[3])
+
+
+def _pull(ctx: Any, d_q: Tensor, d_k: Tensor, d_v: Tensor) -> tuple[Tensor, None, None, None]:
+    return join_turned(d_q, d_k, d_v, *ctx.saved_tensors), None, None, None
+
+
+split_turned.register_autograd(_pull, setup_context=_keep)
