@@ -3,6 +3,7 @@
     python benchmarks/attention_gpu.py                                # every section; writes benchmarks/results
     python benchmarks/attention_gpu.py --only lengths,decode --out out.json
     python benchmarks/attention_gpu.py --only trained --model-run runs/alibi --corpus data/books
+    python benchmarks/attention_gpu.py --only acp --acp forgetting-transformer
     python benchmarks/attention_gpu.py --quick --device cpu           # does the script work: tiny, means nothing
 
 It is one long file because it is one run: sections share the peers, the clock and the machine, and a ratio means
@@ -10,51 +11,63 @@ something only within it.
 
     section   what is measured (bf16, 16 heads, ALiBi's slopes, causal, random normal inputs unless it says otherwise)
     lengths   forward and backward against cuDNN's causal attention, which has no bias, and forward against
-              FlexAttention with the same bias; the share of keys read; the distance from reading everything
+              FlexAttention with the same bias; the fraction of keys read; the distance from reading everything
+    acp       forward and backward at tolerance e^−10 against adaptive computation pruning (Lin et al., 2025, arXiv
+              2504.06949) at its own threshold, which is e^−10 too, and with its own bound ("auto"): `--acp` names a
+              checkout of github.com/zhixuan-lin/forgetting-transformer, which needs einops; without one, ours alone
     growth    time at 1,048,576 tokens over that at 131,072
     trained   as `lengths`, on the queries, keys and values of a trained model
-    masks     Blockwise(512) and Window(512) against the kernel's own rate on as many visible pairs
+    kerple    a table of Kerple's power kernel, −r₁·d^r₂, at 131,072 tokens, against the same call at tolerance 0
+    masks     Blockwise(512) and Window(512) against the kernel's own speed on as many visible pairs
     decode    one query and a cache of 131,072 keys, against torch's attention over the whole cache; bandwidth
     memory    the peak of forward and backward over the bytes of inputs, outputs and gradients
     xpos      a decay, against the same call without it: causal, and in a window
-    overhead  the host's time for a tiny call above the GPU's, and that of torch's own attention
-    table     T5's bias, forward and backward with the table's gradient, against FlexAttention; and as a table of which
-              nothing is known
+    overhead  the host's time for a tiny eager call, beside that of torch's own attention
+    first     the first forward and backward of a process that finds an empty Triton cache
+    variants  120 calls that differ in lengths, batch, strides, group size, window and padding, forward and backward, in
+              such a process: kernels compiled, and seconds after the first call
+    table     T5's bias, forward and backward with the table's gradient, against FlexAttention; and as a table of every
+              distance
 
-Times are the GPU's, between CUDA events, with the host let run ahead so that no launch is waited for (`overhead`, and
-the eager times of `decode`, tell of the host). Contestants take turns, and medians are reported. Backward is the time
-of `torch.autograd.grad` alone. Ratios against a peer are above 1 where `lengthen` is faster. The JSON is written after
-every record. `table` comes last, since FlexAttention may leave the GPU in a state where nothing runs.
+Times are the GPU's, between CUDA events, with the host let run ahead so that no launch is waited for (`overhead`,
+`first`, `variants` and the eager times of `decode` are the host's). Contestants take turns, and medians are reported.
+Backward is the time of `torch.autograd.grad` alone. Ratios against a peer are above 1 where `lengthen` is faster. The
+JSON is written after every record. `table` comes last, since FlexAttention may leave the GPU in a state where nothing
+runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import math
-import platform
+import os
+import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from records import Report, attempted, parsed, parser_of, software
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lengthen import Blockwise, Causal, Linear, Table, Transformer, Window, alibi_slopes, attention, positions, reach
+from lengthen import Ball, Blockwise, Causal, Linear, Table, Transformer, Window, alibi_slopes, attention, positions
 from lengthen.attention import Bias, Mask
+from lengthen.attention.backends import triton as kernels
+from lengthen.attention.problem import pose
 
 HEADS, SEED, DTYPE = 16, 0, torch.bfloat16
 BUDGET = 60.0  # ms that one contestant is timed for, in all rounds
@@ -66,18 +79,19 @@ HOST_CALLS = 200
 FLEX_LIMIT = 20_000.0  # ms: past this FlexAttention is not asked again
 # Blocks of FlexAttention's backward that leave room for a captured table's gradient.
 SMALL_BLOCKS = {"BLOCK_M1": 32, "BLOCK_N1": 32, "BLOCK_M2": 32, "BLOCK_N2": 32, "num_stages": 1}
-SPAN = 64  # keys: what a kernel reads at least, where it does not say
+ACP_TOLERANCE = math.exp(-10)  # of "auto"
 
 # Length: at least so many times the speed.
-FORWARD = {1024: 0.95, 2048: 1.1, 8192: 2.5, 32768: 8.0, 131072: 30.0}
-BACKWARD = {1024: 0.85, 2048: 1.0, 8192: 2.0, 32768: 6.0, 131072: 25.0}
-FORWARD_FLEX = {1024: 1.5, 2048: 1.7, 8192: 4.0, 32768: 12.0, 131072: 45.0}
+TARGETS = {
+    "forward": {1024: 0.95, 2048: 1.1, 8192: 2.5, 32768: 8.0, 131072: 30.0},
+    "backward": {1024: 0.85, 2048: 1.0, 8192: 2.0, 32768: 6.0, 131072: 25.0},
+    "flex": {1024: 1.5, 2048: 1.7, 8192: 4.0, 32768: 12.0, 131072: 45.0},
+}
 
 cuda: Any = torch.cuda  # in parts it has no types
 
 Call = Callable[[], Any]
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,6 +103,7 @@ class Sizes:
     growth: tuple[int, int] = (131072, 1048576)
     trained: tuple[int, ...] = (2048, 8192, 32768)
     table: tuple[int, ...] = (8192, 32768)
+    kerple: int = 131072
     masks: tuple[int, ...] = (8192, 32768, 131072)
     interval: int = 512
     rate_at: int = 16384
@@ -97,82 +112,28 @@ class Sizes:
     memory: int = 131072
     xpos: tuple[tuple[int, int | None], ...] = ((2048, None), (8192, None), (32768, 4096))  # length, window
     copied: int = 4 << 30  # bytes
+    variants: int = 120
+    varied: int = 4096  # the longest of those calls
 
 
 QUICK = Sizes(
-    tokens=512,
-    lengths=(256, 512),
-    growth=(256, 512),
-    trained=(256, 512),
-    table=(256, 512),
-    masks=(256, 512),
-    interval=128,
-    rate_at=512,
+    tokens=256,
+    lengths=(128, 256),
+    growth=(128, 256),
+    trained=(128, 256),
+    table=(128, 256),
+    kerple=640,  # past what is read without asking how far
+    masks=(256,),
+    interval=64,
+    rate_at=256,
     cache=1024,
     batches=(1, 2),
-    memory=512,
-    xpos=((512, None), (512, 128)),
+    memory=256,
+    xpos=((256, None), (256, 64)),
     copied=1 << 20,
+    variants=6,
+    varied=128,
 )
-
-
-@dataclass
-class Report:
-    """The records so far: each is printed and written down as it comes."""
-
-    path: Path | None
-    facts: dict[str, Any]
-    sections: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-
-    def add(
-        self,
-        section: str,
-        what: str,
-        at: dict[str, Any],
-        value: float | None,
-        unit: str = "×",
-        *,
-        at_least: float | None = None,
-        at_most: float | None = None,
-        ms: dict[str, float] | None = None,
-        note: str = "",
-    ) -> None:
-        """Take one record; a value of None was not measured, and the note says why."""
-        record: dict[str, Any] = {"what": what, **at, "value": value, "unit": unit}
-        record |= {key: bound for key, bound in (("at_least", at_least), ("at_most", at_most)) if bound is not None}
-        if at_least is not None or at_most is not None:
-            low, high = -math.inf if at_least is None else at_least, math.inf if at_most is None else at_most
-            record["met"] = None if value is None else low <= value <= high
-        record |= {key: said for key, said in (("ms", ms), ("note", note)) if said}
-        self.sections.setdefault(section, []).append(record)
-        self.write()
-        print(f"{section:<8} " + "  ".join(cell for cell in cells(record, at) if cell), flush=True)
-
-    def write(self) -> None:
-        """Write everything down."""
-        if self.path is not None:
-            whole = {"benchmark": "attention_gpu", **self.facts, "sections": self.sections}
-            self.path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-
-    def table(self) -> str:
-        """Return all records in Markdown."""
-        lines = ["| section | what | at | result | target | met | times, ms | note |", "|---" * 8 + "|"]
-        known = {"what", "value", "unit", "at_least", "at_most", "met", "ms", "note"}
-        for section, records in self.sections.items():
-            for record in records:
-                at = {key: value for key, value in record.items() if key not in known}
-                lines.append(f"| {section} | " + " | ".join(cells(record, at)) + " |")
-        return "\n".join(lines)
-
-
-def cells(record: dict[str, Any], at: dict[str, Any]) -> list[str]:
-    """Return a record as words: what, where, the result, the target, whether it was met, times, a note."""
-    where = ", ".join(f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}" for key, value in at.items())
-    result = "–" if record["value"] is None else f"{record['value']:.3g}{record['unit']}"
-    bounds = [f"{sign} {record[key]:g}" for sign, key in (("≥", "at_least"), ("≤", "at_most")) if key in record]
-    met = {True: "yes", False: "NO", None: ""}[record.get("met")]
-    times = ", ".join(f"{name} {value:.4g}" for name, value in record.get("ms", {}).items())
-    return [record["what"], where, result, " ".join(bounds), met, times, record.get("note", "")]
 
 
 @dataclass(frozen=True)
@@ -201,7 +162,11 @@ class Bench:
 
     def alibi(self, heads: int = HEADS) -> Linear:
         """Return ALiBi's bias."""
-        return Linear(alibi_slopes(heads).to(self.device, torch.float32))
+        return Linear(alibi_slopes(heads, self.device))
+
+    def ours(self, bias: Bias | None = None, mask: Mask | None = None, **rest: Any) -> Forward:
+        """Return `lengthen.attention` with what is not q, k and v."""
+        return partial(attention, bias=bias, mask=mask or Causal(), **rest)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -268,20 +233,7 @@ class Bench:
             torch.cuda.empty_cache()
 
 
-def attempted(make: Callable[[], T]) -> tuple[T | None, str]:
-    """Return what `make` makes, or None and the first line of what went wrong: peers may fail, the run goes on."""
-    try:
-        return make(), ""
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        return None, f"{type(error).__name__}: {lines[0][:200]}"
-
-
 # --- the contestants --------------------------------------------------------------------------------------------------
-
-
-def with_lengthen(bias: Bias | None = None, mask: Mask | None = None, **rest: Any) -> Forward:
-    return partial(attention, bias=bias, mask=mask or Causal(), **rest)
 
 
 def with_torch(inputs: tuple[Tensor, Tensor, Tensor], d_out: Tensor) -> tuple[str, Forward]:
@@ -319,26 +271,42 @@ def with_flex(
     return lambda q, k, v: run(q, k, v, score_mod=score_mod, block_mask=seen, kernel_options=options)
 
 
-def flex_alibi(bench: Bench, inputs: tuple[Tensor, Tensor, Tensor]) -> Call:
+def flex_alibi(bench: Bench, inputs: tuple[Tensor, Tensor, Tensor], d_out: Tensor) -> Call:
     """Return FlexAttention's forward pass with ALiBi's bias, compiled."""
     slopes = bench.alibi().slopes
 
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score - slopes[head] * (i - j)
 
-    call = forward_call(with_flex(bench, inputs[0].shape[2], score_mod), *inputs)
+    call = forward_call(with_flex(bench, inputs[0].shape[2], score_mod), inputs, d_out)
     call()
     return call
 
 
-def forward_call(forward: Forward, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    return partial(forward, q.detach(), k.detach(), v.detach())
+def with_acp(bench: Bench, inputs: tuple[Tensor, Tensor, Tensor], d_out: Tensor) -> Forward:
+    """Return the Forgetting Transformer's attention with adaptive computation pruning; a constant gate is ALiBi."""
+    folder = bench.options.acp
+    if folder is None:
+        raise RuntimeError("no --acp")
+    source = str(folder / "src" if (folder / "src").is_dir() else folder)
+    sys.path[:0] = [source] if source not in sys.path else []
+    run = importlib.import_module("forgetting_transformer").forgetting_attention
+    batch, heads, length, _ = inputs[0].shape
+    log_gate = -bench.alibi(heads).slopes.view(1, -1, 1).expand(batch, -1, length).contiguous()
+    forward = partial(run, log_fgate=log_gate, head_first=True, adaptive_threshold="auto")
+    both_call(forward, inputs, d_out)()
+    return forward
 
 
-def backward_call(forward: Forward, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Call:
+def forward_call(forward: Forward, inputs: Sequence[Tensor], d_out: Tensor) -> Call:
+    q, k, v = (x.detach() for x in inputs[:3])
+    return lambda: forward(q, k, v)
+
+
+def backward_call(forward: Forward, inputs: Sequence[Tensor], d_out: Tensor) -> Call:
     """Return the backward pass alone, of a forward pass that is made here."""
-    out = forward(q, k, v)
-    return lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+    out = forward(*inputs[:3])
+    return lambda: torch.autograd.grad(out, inputs, d_out, retain_graph=True)
 
 
 def both_call(forward: Forward, inputs: Sequence[Tensor], d_out: Tensor) -> Call:
@@ -346,31 +314,31 @@ def both_call(forward: Forward, inputs: Sequence[Tensor], d_out: Tensor) -> Call
     return lambda: torch.autograd.grad(forward(*inputs[:3]), inputs, d_out)
 
 
+PASSES = {"forward": forward_call, "backward": backward_call}
+
+
 # --- how much is read, and how far that is from reading everything ----------------------------------------------------
 
 
 @torch.no_grad()
-def share_read(bench: Bench, q: Tensor, k: Tensor, v: Tensor, bias: Linear) -> float:
-    """Return the keys read over those that reading everything reads."""
-    if not bench.cuda:
-        behind = torch.arange(1, q.shape[2] + 1).expand(q.shape[:3])
-        return float(reach(q, k, bias).sum() / behind.sum())
-    from lengthen.attention import kernels
-
-    first, end = kernels.spans(q, k, v, bias=bias, mask=Causal()).long().unbind(0)
+def fraction_read(q: Tensor, k: Tensor, v: Tensor, bias: Linear) -> float | None:
+    """Return the keys read over those that reading everything reads; only the kernels say."""
+    if not q.is_cuda:
+        return None
+    first, end = kernels.spans(pose(q, k, v, bias, None, Causal())).long().unbind(0)
     return float((end - first).sum() / end.sum())  # everything, for a causal block, is from 0 to its end
 
 
 @torch.no_grad()
-def apart(q: Tensor, k: Tensor, v: Tensor, bias: Linear) -> tuple[float, float]:
-    """Return the largest difference from reading everything, plain and in roundings of the output's dtype.
+def apart(found: Tensor, exact: Tensor) -> tuple[float, str]:
+    """Return the largest difference in roundings of the dtype, and in words without them.
 
     A rounding is eps·|exact|, and no less than that of the median number.
     """
-    out, exact = (attention(q, k, v, bias=bias, tolerance=tolerance).float() for tolerance in (None, 0))
-    size, difference = exact.abs(), (out - exact).abs()
+    size, difference = exact.float().abs(), (found.float() - exact.float()).abs()
     median = size.flatten()[:: max(1, size.numel() >> 20)].median()
-    return float(difference.max()), float((difference / size.clamp(min=median)).max() / torch.finfo(q.dtype).eps)
+    roundings = float((difference / size.clamp(min=median)).max() / torch.finfo(DTYPE).eps)
+    return roundings, f"at most {float(difference.max()):.2g}"
 
 
 def compare(
@@ -385,27 +353,24 @@ def compare(
 ) -> None:
     """Measure ALiBi attention against torch's without a bias and, if asked, FlexAttention's; add the records."""
     length, add = inputs[0].shape[2], partial(bench.report.add, section)
-    ours = with_lengthen(bias)
-    d_out = torch.randn_like(inputs[0])
+    ours, d_out = bench.ours(bias), torch.randn_like(inputs[0])
     peer, theirs = with_torch(inputs, d_out)
-    calls = {"lengthen": forward_call(ours, *inputs), peer: forward_call(theirs, *inputs)}
-    problem = ""
-    if flex:
-        call, problem = attempted(partial(flex_alibi, bench, inputs))
-        calls |= {} if call is None else {"flex": call}
-    ms = bench.together(calls)
-    least = FORWARD.get(length) if targets else None
-    add("forward against torch", at, ms[peer] / ms["lengthen"], at_least=least, ms=ms, note=f"torch's {peer}")
-    if flex:
-        ratio = ms["flex"] / ms["lengthen"] if "flex" in ms else None
-        least = FORWARD_FLEX.get(length) if targets else None
-        add("forward against flex", at, ratio, at_least=least, ms=ms, note=problem)
-    ms = bench.together({name: backward_call(f, *inputs, d_out) for name, f in (("lengthen", ours), (peer, theirs))})
-    least = BACKWARD.get(length) if targets else None
-    add("backward against torch", at, ms[peer] / ms["lengthen"], at_least=least, ms=ms, note=f"torch's {peer}")
-    add("share of keys read", at, share_read(bench, *inputs, bias), "")
-    plain, rounded = apart(*inputs, bias)
-    add("from reading everything", at, rounded, " roundings", at_most=roundings, note=f"at most {plain:.2g}")
+    for which, make in PASSES.items():
+        calls = {"lengthen": make(ours, inputs, d_out), peer: make(theirs, inputs, d_out)}
+        asked = flex and which == "forward"
+        call, problem = attempted(partial(flex_alibi, bench, inputs, d_out)) if asked else (None, "")
+        ms = bench.together(calls | ({} if call is None else {"flex": call}))
+        least = TARGETS[which].get(length) if targets else None
+        ratio = ms[peer] / ms["lengthen"]
+        add(f"{which} against torch", at, ratio, at_least=least, ms=ms, note=f"torch's {peer}")
+        if asked:
+            ratio_flex = ms["flex"] / ms["lengthen"] if "flex" in ms else None
+            least = TARGETS["flex"].get(length) if targets else None
+            add("forward against flex", at, ratio_flex, at_least=least, ms=ms, note=problem)
+    add("fraction of keys read", at, fraction_read(*inputs, bias), "")
+    out, exact = (forward_call(bench.ours(bias, tolerance=t), inputs, d_out)() for t in (None, 0))
+    far, note = apart(out, exact)
+    add("from reading everything", at, far, " roundings", at_most=roundings, note=note)
 
 
 # --- the sections -----------------------------------------------------------------------------------------------------
@@ -421,20 +386,44 @@ def lengths(bench: Bench) -> None:
             bench.clear()
 
 
+def acp(bench: Bench) -> None:
+    for head_dim in (64, 128):
+        for length in bench.sizes.lengths:
+            inputs = bench.inputs(length, head_dim)
+            d_out, at = torch.randn_like(inputs[0]), {"length": length, "head_dim": head_dim}
+            at["batch"] = inputs[0].shape[0]
+            contestants = {"lengthen": bench.ours(bench.alibi(), tolerance=ACP_TOLERANCE)}
+            theirs, problem = attempted(partial(with_acp, bench, inputs, d_out))
+            contestants |= {} if theirs is None else {"acp": theirs}
+            for which, make in PASSES.items():
+                ms = bench.together({name: make(forward, inputs, d_out) for name, forward in contestants.items()})
+                ratio = ms["acp"] / ms["lengthen"] if "acp" in ms else None
+                bench.report.add("acp", f"{which} against acp", at, ratio, ms=ms, note=problem)
+            exact = forward_call(bench.ours(bench.alibi(), tolerance=0), inputs, d_out)()
+            for name, forward in contestants.items():
+                far, note = apart(forward_call(forward, inputs, d_out)(), exact)
+                bench.report.add("acp", f"{name} from reading everything", at, far, " roundings", note=note)
+            del inputs, contestants, theirs, exact, d_out
+            bench.clear()
+
+
 def growth(bench: Bench) -> None:
-    forward, found = with_lengthen(bench.alibi()), []
+    found = []
     for length in bench.sizes.growth:
-        inputs = bench.inputs(length, 64, batch=1)
-        ms = {"forward": bench.measure(forward_call(forward, *inputs))}
-        ms["backward"] = bench.measure(backward_call(forward, *inputs, torch.randn_like(inputs[0])))
-        found.append(ms)
-        del inputs
+        found.append(pass_times(bench, bench.ours(bench.alibi()), length))
         bench.clear()
     short, long = bench.sizes.growth
-    for which in ("forward", "backward"):
+    for which in PASSES:
         ms = {f"at {length:,}": one[which] for length, one in zip((short, long), found, strict=True)}
         at = {"length": long, "over": short, "head_dim": 64, "batch": 1}
         bench.report.add("growth", which, at, found[1][which] / found[0][which], at_most=8.5, ms=ms)
+
+
+def pass_times(bench: Bench, forward: Forward, length: int) -> dict[str, float]:
+    """Return the ms of both passes over one sequence."""
+    inputs = bench.inputs(length, 64, batch=1)
+    d_out = torch.randn_like(inputs[0])
+    return {which: bench.measure(make(forward, inputs, d_out)) for which, make in PASSES.items()}
 
 
 def trained(bench: Bench) -> None:
@@ -520,23 +509,58 @@ def train_one(bench: Bench, corpus: Any, folder: Path) -> Path:
     return folder
 
 
+def kerple(bench: Bench) -> None:
+    """Measure two sets of r₁ and r₂: they are learned, and heads with a flat kernel have to read everything.
+
+    `spread` is how the package's Kerple starts, evenly over (0, 1]; `root` is ALiBi's slopes times √distance.
+    """
+    length = bench.sizes.kerple
+    evenly = torch.arange(HEADS, 0, -1, device=bench.device) / HEADS
+    sets = {
+        f"spread (r₁ = r₂ = 1 … 1/{HEADS})": (evenly, evenly),
+        "root (r₁ = 2^−½ … 2^−8, r₂ = ½)": (bench.alibi().slopes, torch.full_like(evenly, 0.5)),
+    }
+    q, k, v = bench.inputs(length, 64, batch=1)
+    d_out, distance = torch.randn_like(q), torch.arange(length, device=bench.device)
+    for name, (r1, r2) in sets.items():
+        values = (-r1[:, None] * distance ** r2[:, None]).requires_grad_()
+        at = {"kernel": name, "length": length, "head_dim": 64, "batch": 1}
+        for what, make, inputs, bias in (
+            ("forward", forward_call, (q, k, v), Table(values.detach())),
+            ("backward", backward_call, (q, k, v), Table(values.detach())),
+            ("backward with the table's gradient", backward_call, (q, k, v, values), Table(values)),
+        ):
+            ways = {"lengthen": bench.ours(bias), "tolerance 0": bench.ours(bias, tolerance=0)}
+            calls = {way: make(forward, inputs, d_out) for way, forward in ways.items()}
+            ms = bench.together(calls)
+            results = [found if isinstance(found, tuple) else (found,) for found in (call() for call in calls.values())]
+            errors = [float((x - exact).abs().max() / exact.abs().max()) for x, exact in zip(*results, strict=True)]
+            names = ("dq", "dk", "dv", "d_table") if make is backward_call else ("out",)
+            said = ", ".join(f"{which} {error:.1e}" for which, error in zip(names, errors, strict=False))
+            ratio, note = ms["tolerance 0"] / ms["lengthen"], f"largest error over largest number: {said}"
+            bench.report.add("kerple", f"{what}, against tolerance 0", at, ratio, ms=ms, note=note)
+            del calls, results
+            bench.clear()
+
+
 def table(bench: Bench) -> None:
     method = positions.build("t5", heads=HEADS, head_dim=64, width=HEADS * 64).to(bench.device)
     with torch.no_grad():  # it starts at zeros; a trained one is of the size of the scores
         method.get_parameter("weight").normal_()
     slow = ""
     for length in bench.sizes.table:
-        bias = method.bias(length - 1)
-        assert isinstance(bias, Table)
-        values = bias.values.detach().requires_grad_()
-        inputs = (*bench.inputs(length, 64), values)
-        d_out = torch.randn_like(inputs[0])
+        short = method.bias(length - 1)
+        assert isinstance(short, Table)
+        qkv = bench.inputs(length, 64)
+        d_out = torch.randn_like(qkv[0])
+        every = short.at(torch.arange(length, device=bench.device)).detach().requires_grad_()
+        last = short.values.detach().requires_grad_()
         calls = {
-            "lengthen": both_call(with_lengthen(Table(values, level=bias.level)), inputs, d_out),
-            "no level told": both_call(with_lengthen(Table(values)), inputs, d_out),
+            "lengthen": both_call(bench.ours(Table(last, extended=True)), (*qkv, last), d_out),
+            "every distance": both_call(bench.ours(Table(every)), (*qkv, every), d_out),
         }
         ms = bench.together(calls)  # before FlexAttention, which may leave the GPU in a state where nothing runs
-        flex, problem = (None, slow) if slow else attempted(partial(flex_table, bench, inputs, d_out))
+        flex, problem = (None, slow) if slow else attempted(partial(flex_table, bench, (*qkv, every), d_out))
         if flex is not None:
             began = time.perf_counter()
             flex()
@@ -547,9 +571,9 @@ def table(bench: Bench) -> None:
             else:
                 ms = bench.together(calls | {"flex": flex})
         ratio = ms["flex"] / ms["lengthen"] if "flex" in ms else None
-        at = {"length": length, "head_dim": 64, "batch": inputs[0].shape[0]}
+        at = {"length": length, "head_dim": 64, "batch": qkv[0].shape[0]}
         bench.report.add("table", "forward+backward against flex", at, ratio, at_least=1.3, ms=ms, note=problem)
-        del inputs, calls, flex, d_out
+        del qkv, calls, flex, d_out
         bench.clear()
 
 
@@ -571,14 +595,8 @@ def flex_table(bench: Bench, inputs: Sequence[Tensor], d_out: Tensor) -> Call:
 
 
 def masks(bench: Bench) -> None:
-    def times(forward: Forward, length: int) -> dict[str, float]:
-        inputs = bench.inputs(length, 64, batch=1)
-        found = {"forward": bench.measure(forward_call(forward, *inputs))}
-        found["backward"] = bench.measure(backward_call(forward, *inputs, torch.randn_like(inputs[0])))
-        return found
-
     length, interval = bench.sizes.rate_at, bench.sizes.interval
-    whole = times(with_lengthen(bench.alibi(), tolerance=0), length)
+    whole = pass_times(bench, bench.ours(bench.alibi(), tolerance=0), length)
     pairs = length**2 / 2  # a head, as floating-point operations are usually counted
     for which, operations in (("forward", 4), ("backward", 10)):  # a pair and feature: two products, or five
         rate = operations * pairs * 64 * HEADS / whole[which] / 1e9
@@ -591,7 +609,7 @@ def masks(bench: Bench) -> None:
                 first, last = mask.interval(size, size, 0, bench.device)
                 visible = int((last - first + 1).sum())
                 here = {"mask": f"{type(mask).__name__}({interval})", "bias": name, "length": size, "batch": 1}
-                for which, took in times(with_lengthen(bias, mask), size).items():
+                for which, took in pass_times(bench, bench.ours(bias, mask), size).items():
                     floor = whole[which] * visible / pairs
                     judged = isinstance(mask, Blockwise) and which == "forward" and size == bench.sizes.masks[-1]
                     ms = {"lengthen": took, "floor": floor}
@@ -622,11 +640,8 @@ def decode_at(bench: Bench, batch: int, key_heads: int, head_dim: int, copy: flo
     caches = [
         (bench.normal(batch, HEADS, 1, head_dim), bench.normal(*shape), bench.normal(*shape)) for _ in range(count)
     ]
-    # A little above the longest key, as a cache would keep it: the norm itself is rounded.
-    norms = [torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).amax(-1) * 1.0001 for _, k, _ in caches]
-    bias = bench.alibi()
-    known = [{"key_norm": norm} if bench.cuda else {} for norm in norms]
-    ours = [partial(attention, *cache, bias=bias, **rest) for cache, rest in zip(caches, known, strict=True)]
+    bias, balls = bench.alibi(), [Ball.around(k) for _, k, _ in caches]
+    ours = [partial(bench.ours(bias, ball=ball), *cache) for cache, ball in zip(caches, balls, strict=True)]
     mine, failed = step_times(bench, ours)
     distance = torch.arange(bench.sizes.cache - 1, -1, -1, device=bench.device)
     dense = bias.at(distance)[None, :, None].to(DTYPE)
@@ -638,11 +653,11 @@ def decode_at(bench: Bench, batch: int, key_heads: int, head_dim: int, copy: flo
             ms = {who: times[way] for who, times in (("lengthen", mine), ("torch", theirs)) if way in times}
             said = failed or problem or f"torch's {backend}"
             bench.report.add("decode", f"against {name}, {way}", at, ratio, at_least=least, ms=ms, note=said)
-    if batch == bench.sizes.batches[-1]:
-        read = bytes_read(bench, *caches[0], bias, known[0])
-        share = read / mine["graph"] / 1e6 / copy if "graph" in mine else None
+    if bench.cuda and batch == bench.sizes.batches[-1]:
+        read = bytes_read(*caches[0], bias, balls[0])
+        fraction = read / mine["graph"] / 1e6 / copy if "graph" in mine else None
         note = failed or f"{read / 1e6:.1f} MB in {1000 * mine['graph']:.1f} µs"
-        bench.report.add("decode", "bandwidth over a copy's", at, share, "", at_least=0.6, note=note)
+        bench.report.add("decode", "bandwidth over a copy's", at, fraction, "", at_least=0.6, note=note)
 
 
 def step_times(bench: Bench, calls: Sequence[Call]) -> tuple[dict[str, float], str]:
@@ -675,27 +690,16 @@ def best_of_torch(
         return best, step_times(bench, calls)[0]
 
 
-def bytes_read(bench: Bench, q: Tensor, k: Tensor, v: Tensor, bias: Linear, known: dict[str, Tensor]) -> float:
+def bytes_read(q: Tensor, k: Tensor, v: Tensor, bias: Linear, ball: Ball) -> float:
     """Return the bytes of keys and values that one decoding step needs: heads that share keys read them once."""
-    decode_spans = None
-    if bench.cuda:
-        from lengthen.attention import kernels
-
-        decode_spans = getattr(kernels, "decode_spans", None)
-    if decode_spans is None:
-        end = torch.full(q.shape[:2], k.shape[2], device=q.device)
-        first = (end - reach(q, k, bias)[..., 0]) // SPAN * SPAN
-    else:
-        first, end = decode_spans(q, k, v, bias, **known).long().unbind(0)
-    of_keys = (k.shape[0], k.shape[1], -1)
-    read = end.reshape(of_keys).amax(-1) - first.reshape(of_keys).amin(-1)
-    return float(read.clamp(min=0).sum()) * (k.shape[3] + v.shape[3]) * k.element_size()
+    first, end = kernels.decode_few(pose(q, k, v, bias, None, Causal(), ball=ball), False)[3].long().unbind(0)
+    return float((end - first).sum()) * (k.shape[3] + v.shape[3]) * k.element_size()
 
 
 def memory(bench: Bench) -> None:
     length = bench.sizes.memory
     at = {"length": length, "head_dim": 64, "batch": 1}
-    forward = with_lengthen(bench.alibi())
+    forward = bench.ours(bench.alibi())
 
     def once() -> int:
         q, k, v = bench.inputs(length, 64, batch=1)
@@ -718,14 +722,14 @@ def memory(bench: Bench) -> None:
 
 def xpos(bench: Bench) -> None:
     decay = positions.build("xpos", heads=HEADS, head_dim=64, width=HEADS * 64).to(bench.device).decay()
-    backend = "triton" if bench.cuda else None
+    backend = "triton" if bench.cuda else None  # not torch's own, without a decay
     for length, window in bench.sizes.xpos:
         mask = Causal() if window is None else Window(window)
         inputs = bench.inputs(length, 64)
         d_out = torch.randn_like(inputs[0])
         ms = bench.together(
             {
-                name: both_call(with_lengthen(mask=mask, decay=given, backend=backend), inputs, d_out)
+                name: both_call(bench.ours(mask=mask, decay=given, backend=backend), inputs, d_out)
                 for name, given in (("with", decay), ("without", None))
             }
         )
@@ -738,14 +742,13 @@ def xpos(bench: Bench) -> None:
 def overhead(bench: Bench) -> None:
     for heads in (1, HEADS):
         q, k, v = (bench.normal(1, heads, 128, 64) for _ in range(3))
-        call = partial(attention, q, k, v, bias=bench.alibi(heads))
+        call = partial(bench.ours(bench.alibi(heads)), q, k, v)
         host = host_time(bench, call)
         graph, problem = attempted(partial(bench.replayed, [call] * GRAPH_CALLS))
-        above = None if graph is None else 1000 * (host - graph)
         of_torch = host_time(bench, partial(F.scaled_dot_product_attention, q, k, v, is_causal=True))
         ms = {"host": host, "host for torch's attention": of_torch} | ({} if graph is None else {"GPU": graph})
         at = {"heads": heads, "length": 128, "head_dim": 64, "batch": 1}
-        bench.report.add("overhead", "host above GPU", at, above, " µs", at_most=30.0, ms=ms, note=problem)
+        bench.report.add("overhead", "host", at, 1000 * host, " µs", at_most=50.0, ms=ms, note=problem)
 
 
 def host_time(bench: Bench, call: Call) -> float:
@@ -763,70 +766,129 @@ def host_time(bench: Bench, call: Call) -> float:
     return statistics.median(times)
 
 
+def first(bench: Bench) -> None:
+    found = in_new_process(bench, calls=0)
+    at = {"length": 1024, "head_dim": 64, "batch": 1}
+    note = f"{found['kernels_of_first']} kernels; forward {found['forward']:.2f} s, backward {found['backward']:.2f} s"
+    both = found["forward"] + found["backward"]
+    bench.report.add("first", "forward+backward, empty Triton cache", at, both, " s", at_most=6.0, note=note)
+
+
+def variants(bench: Bench) -> None:
+    found = in_new_process(bench, calls=bench.sizes.variants)
+    at, note = {"calls": bench.sizes.variants}, f"{found['kernels_of_first']} of them for the first call"
+    bench.report.add("variants", "kernels compiled", at, found["kernels"], "", note=note)
+    bench.report.add("variants", "time after the first call", at, found["seconds"], " s")
+
+
+def in_new_process(bench: Bench, calls: int) -> Any:
+    """Return what `from_cold` says in a process that finds no compiled kernels."""
+    command = [sys.executable, __file__, "--device", str(bench.device), "--from-cold", str(calls)]
+    command += ["--quick"] if bench.options.quick else []
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {"TRITON_CACHE_DIR": cache}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["it said nothing"])[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def from_cold(bench: Bench, calls: int) -> dict[str, float]:
+    """Return the seconds of a first call, and of random calls after it, and the kernels compiled for them."""
+
+    def compiled() -> int:
+        if not bench.cuda:  # the interpreter compiles nothing
+            return 0
+        launch = importlib.import_module("lengthen.attention.backends.triton.launch")
+        return sum(len(kernel.variants) for kernel in launch.KERNELS.values())
+
+    inputs = bench.inputs(1024, 64, batch=1)
+    forward, d_out = bench.ours(bench.alibi()), torch.randn_like(inputs[0])
+    marks = []
+    for step in (lambda: None, lambda: forward(*inputs), both_call(forward, inputs, d_out)):
+        step()
+        bench.wait()
+        marks.append(time.perf_counter())
+    # The second forward finds its kernels compiled: what is left is the backward.
+    found: dict[str, float] = {"forward": marks[1] - marks[0], "backward": marks[2] - marks[1]}
+    found["kernels_of_first"] = compiled()
+    draw, began = random.Random(SEED), time.perf_counter()
+    for _ in range(calls):
+        inputs, mask = random_call(bench, draw)
+        both_call(bench.ours(bench.alibi(), mask), inputs, torch.randn_like(inputs[0]))()
+    bench.wait()
+    return found | {"seconds": time.perf_counter() - began, "kernels": compiled()}
+
+
+def random_call(bench: Bench, draw: random.Random) -> tuple[tuple[Tensor, Tensor, Tensor], Mask]:
+    """Return inputs and a mask as no other call has them."""
+    batch, length, key_heads = draw.randint(1, 4), draw.randint(33, bench.sizes.varied), draw.choice((16, 8, 4, 2, 1))
+    queries = draw.choice((length, draw.randint(33, length)))
+    tokens_first, window, padded = (draw.random() < 0.5 for _ in range(3))
+
+    def normal(heads: int, rows: int) -> Tensor:
+        wide = 64 * draw.randint(1, 3)  # where features stand beside those of others, as in one projection for all
+        if tokens_first:
+            return bench.normal(batch, rows, heads, wide)[..., :64].transpose(1, 2).requires_grad_()
+        return bench.normal(batch, heads, rows, wide)[..., :64].requires_grad_()
+
+    mask: Mask = Window(draw.randint(1, length)) if window else Causal()
+    if padded:
+        mask = mask.padded(torch.tensor([draw.randrange(length // 2) for _ in range(batch)], device=bench.device))
+    return (normal(HEADS, queries), normal(key_heads, length), normal(key_heads, length)), mask
+
+
 SECTIONS: dict[str, Callable[[Bench], None]] = {
-    section.__name__: section for section in (lengths, growth, trained, masks, decode, memory, xpos, overhead, table)
+    section.__name__: section
+    for section in (
+        *(lengths, acp, growth, trained, kerple, masks, decode, memory, xpos, overhead, first, variants),
+        table,
+    )
 }
 
 
 def main() -> int:
     options = parse()
     device = torch.device(options.device)
-    report = Report(options.out, describe_machine(device))
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-    bench = Bench(device, QUICK if options.quick else Sizes(), report, options)
-    began, failed = time.monotonic(), False
-    for name in options.only:
+    bench = Bench(device, QUICK if options.quick else Sizes(), Report(describe(device), options.out), options)
+    if options.from_cold is not None:
+        print(json.dumps(from_cold(bench, options.from_cold)))
+        return 0
+
+    def begin(section: Callable[[Bench], None]) -> None:
         torch.manual_seed(SEED)
-        started = time.monotonic()
-        try:
-            SECTIONS[name](bench)
-        except Exception as error:  # the other sections are worth having
-            failed = True
-            traceback.print_exc()
-            lines = str(error).strip().splitlines() or [""]
-            report.add(name, "failed", {}, None, note=f"{type(error).__name__}: {lines[0][:200]}")
         bench.clear()
-        print(f"{name} took {time.monotonic() - started:.0f} s", flush=True)
-    print("\n" + report.table())
-    print(f"\ntook {time.monotonic() - began:.0f} s" + (f"; written to {options.out}" if options.out else ""))
-    return 1 if failed else 0
+        section(bench)
+
+    return bench.report.run({name: partial(begin, SECTIONS[name]) for name in options.only}, options.strict)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas (default: all)")
+    parser = parser_of(__doc__, tuple(SECTIONS))
     parser.add_argument("--device", default="cuda", help="cuda, or with --quick cpu")
-    parser.add_argument("--quick", action="store_true", help="check that it works: tiny sizes, no file without --out")
+    parser.add_argument("--acp", type=Path, metavar="DIR", help="acp: a checkout of the Forgetting Transformer's code")
     parser.add_argument("--model-run", type=Path, metavar="DIR", help="trained: a run's folder; without it, train one")
     parser.add_argument("--corpus", type=Path, metavar="DIR", help="trained: token shards (the standard library's)")
     parser.add_argument("--text", type=Path, metavar="FILE", help="trained: a text to read, with --corpus' tokenizer")
     parser.add_argument("--train-steps", type=int, default=500, help="trained: steps of 32,768 tokens (500)")
-    parser.add_argument("--out", type=Path, help="the JSON (default: benchmarks/results, with the date)")
-    options = parser.parse_args()
-    chosen = options.only.split(",")
-    if unknown := [name for name in chosen if name not in SECTIONS]:
-        parser.error(f"--only: expected some of {', '.join(SECTIONS)}, got {', '.join(unknown)}")
-    options.only = [name for name in SECTIONS if name in chosen]
+    parser.add_argument("--from-cold", type=int, help=argparse.SUPPRESS)  # the process of `first` and `variants`
+    options = parsed(parser, "attention_gpu", tuple(SECTIONS))
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("this needs a CUDA device, and torch sees none (--quick --device cpu checks the script)")
     if not options.device.startswith("cuda") and not options.quick:
         parser.error("--device: without a GPU only --quick makes sense")
-    if options.out is None and not options.quick:
-        options.out = Path(__file__).parent / "results" / f"attention_gpu-{datetime.now(UTC):%Y-%m-%d}.json"
     return options
 
 
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Return what a reader needs to judge the numbers; neither the host's name nor a path is in it."""
+def describe(device: torch.device) -> dict[str, Any]:
+    """Return what a reader needs to judge the numbers."""
     return {
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "benchmark": "attention_gpu",
+        **software(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
         "triton": attempted(partial(version, "triton"))[0],
         "cuda": torch.version.cuda,
         "cudnn": attempted(torch.backends.cudnn.version)[0],
-        "python": platform.python_version(),
         "settings": {"heads": HEADS, "dtype": str(DTYPE).removeprefix("torch."), "seed": SEED},
     }
 

@@ -1,4 +1,4 @@
-"""A first look at lengthen, in under a minute on two cores: `make demo`, or `python examples/first_look.py`.
+"""A first look at lengthen's attention, in under a minute on two cores: `python examples/first_look.py`.
 
 It prints the position methods, checks that decoding with a cache gives what one pass over the whole sequence gives, and
 times ALiBi attention beside torch's causal attention without any bias, from 1,024 to 16,384 positions.
@@ -76,7 +76,7 @@ def show_growth(lengths: Sequence[int]) -> None:
         "proven to weigh less than rounding does; lengthen.reach says how far that is (the proof: docs/reach.md).",
     )
     print(f"  {'':>8} {'ALiBi, lengthen':>27}   {'no bias, torch is_causal':>27}")
-    print(f"  {'length':>8} {'ms':>9} {'keys a query':>17}   {'ms':>9} {'keys a query':>17}")
+    print(f"  {'length':>8} {'ms':>9} {'keys per query':>17}   {'ms':>9} {'keys per query':>17}")
     bias = Linear(alibi_slopes(HEADS))
     rows = []
     for length in lengths:
@@ -95,10 +95,11 @@ def show_growth(lengths: Sequence[int]) -> None:
 
 
 def show_rest() -> None:
-    heading("Still to come", "Not in the package yet: a decoder, training, evaluation at any length, the report.")
+    heading("And then", "make demo trains six methods short, tests them long, and writes a report.")
     print("  docs/attention.md  the op: arguments, masks, biases, backends")
     print("  docs/methods.md    the methods: formulas, options, how far each extrapolates")
     print("  docs/reach.md      the proof")
+    print("  docs/training.md   train short; docs/evaluation.md: test long")
 
 
 def milliseconds(call: Callable[[], Tensor], repeats: int = 3, enough: float = 0.5) -> float:

@@ -20,7 +20,8 @@ def examples(page: Path) -> list[str]:
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if p.name != OWN_TEST and examples(p)], ids=lambda page: str(page.relative_to(ROOT))
 )
-def test_examples_run_in_order(page: Path) -> None:
+def test_examples_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # what an example writes does not go into the checkout
     shared: dict[str, Any] = {"__name__": page.stem}  # a dataclass asks for its module's name
     for number, example in enumerate(examples(page)):
         exec(compile(example, f"{page.name}, example {number}", "exec"), shared)

@@ -36,7 +36,8 @@ def test_it_holds_every_key_it_was_given(
         ball = Ball.around(k[:, :, :keys], centred)
         assert_holds(ball, k[:, :, :keys])
         assert ball.keys == keys
-        assert ball.centre.dtype == torch.promote_types(dtype, torch.float32)
+        assert ball.centre.dtype == dtype
+        assert ball.radius.dtype == torch.promote_types(dtype, torch.float32)
         assert centred or not ball.centre.any()
         grown = ball.appended(k[:, :, keys : keys + 1]).appended(k[:, :, keys + 1 :])
         assert_holds(grown, k)
@@ -136,10 +137,13 @@ def test_a_ball_of_other_keys_is_refused(change: Any, message: str, backend: str
         attention(torch.randn(2, 4, 1, 8), k, k, bias=Linear(torch.ones(4)), ball=ball, backend=backend)
 
 
-def test_16_bits_are_too_few_for_a_ball() -> None:
-    with pytest.raises(
-        TypeError, match=r"Ball: expected centre and radius in float32 or float64, got a torch\.bfloat16"
-    ):
-        Ball(torch.zeros(1, 1, 4).bfloat16(), torch.zeros(1, 1).bfloat16(), 3)
-    with pytest.raises(TypeError, match=r"Ball: expected centre and radius .*torch\.float64 .* and a torch\.float32"):
-        Ball(torch.zeros(1, 1, 4).double(), torch.zeros(1, 1), 3)
+def test_16_bits_are_too_few_for_a_radius() -> None:
+    for centre, radius in ((torch.bfloat16, torch.bfloat16), (torch.float64, torch.float32)):
+        with pytest.raises(TypeError, match=rf"Ball\.radius: expected float32, or float64 .*, got a {radius}"):
+            Ball(torch.zeros(1, 1, 4, dtype=centre), torch.zeros(1, 1, dtype=radius), 3)
+
+
+def test_a_ball_of_keys_in_another_dtype_is_refused() -> None:
+    k = torch.randn(1, 1, 5, 8)
+    with pytest.raises(TypeError, match=r"ball: expected one of keys in torch\.float32 like k, got .*torch\.bfloat16"):
+        attention(k, k, k, bias=Linear(torch.ones(1)), ball=Ball.around(k.bfloat16()))

@@ -128,7 +128,7 @@ def test_small_constants_do_make_many_runs(small_runs: Context, recorded: Contex
         lengthen.attention(**call, bias=Linear(slopes), backend="chunked")
     assert len({(run.heads.start, run.heads.stop) for run in read}) > 1  # steep and flat heads apart
     assert any(run.step and run.blocks > 1 for run in read)  # windows that move with their blocks
-    assert any(not run.step and run.rows == 24 for run in read)  # a tall block
+    assert any(not run.step and run.rows > 8 for run in read)  # a tall block
     assert len(read) > 10
     assert len({run.batch.start for run in read}) == 2
     with small_runs(TILE=64), recorded() as split:
@@ -277,7 +277,7 @@ def test_without_waste_no_key_outside_a_block_s_intervals_is_read(
     given = {"linear": Linear(torch.ones(2).double()), "table": Table(torch.randn(2, 120).double())}
     call |= {"decay": Decay(torch.full((4,), 0.5).double())} if bias == "decay" else {"bias": given[bias]}
     first, last = (x.expand(2, -1) for x in mask.interval(120, 120, 0, torch.device("cpu")))
-    with small_runs(WASTE=1.0, TALL=8, TOGETHER=0), recorded() as read:
+    with small_runs(WASTE=1.0, GRAIN=0, TOGETHER=0), recorded() as read:
         gradients(call)
     assert len(read) > 8
     for run in read:

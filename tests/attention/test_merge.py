@@ -45,7 +45,7 @@ def test_parts_of_the_keys_make_the_whole(data: st.DataObject, small_runs: Calla
     )
     q, k, v = (leaves[name] for name in "qkv")
     pieces = [slice(a, b) for a, b in zip([0, *cuts], [*cuts, keys], strict=True)]
-    with small_runs(TILE=64, ROWS=4, TALL=8, NEAR=2):
+    with small_runs(TILE=64, ROWS=4, GRAIN=32, UNIT=2):
         out, lse = reduce(merge, (partial(q, k, v, piece, q_start, **options) for piece in pieces))
         weights = torch.randn_like(out), torch.randn_like(lse)
         got = gradients(out, lse, weights, leaves)

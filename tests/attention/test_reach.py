@@ -30,11 +30,10 @@ MASKS: dict[str, Any] = {
 CONSTANTS = st.fixed_dictionaries(
     {
         "ROWS": st.integers(4, 32),
-        "TALL": st.integers(8, 96),
-        "SPREAD": st.integers(16, 128),
+        "GRAIN": st.sampled_from([1, 128, 4096]),
         "NUMBERS": st.sampled_from([256, 4096]),
-        "NEAR": st.integers(2, 16),
-        "USUAL": st.sampled_from([0.5, 2.0, 8.0]),
+        "USUAL": st.sampled_from([-36.0, -12.0, -2.0, 11.0]),
+        "UNIT": st.integers(2, 16),
         "TILE": st.sampled_from([1024, 4096, 16384]),
         "STEP": st.integers(7, 200),
     }
@@ -143,7 +142,7 @@ def test_500_falling_tables_are_within_the_bound(small_runs: Context) -> None:
             table[:, torch.randint(table.shape[1], (3,))] += 1  # it falls on the whole, not at each step
         bias = Table(*tables, extended=extended)  # type: ignore[misc]
         call = {"q": q, "k": k, "v": v, "bias": bias, "mask": Bidirectional() if two_sided else Causal()}
-        with small_runs(ROWS=4 + trial % 9, NEAR=2 + trial % 7):
+        with small_runs(ROWS=4 + trial % 9, UNIT=2 + trial % 7, GRAIN=64):
             out, lse = lengthen.attention(**call, tolerance=tolerance, return_lse=True, backend="chunked")
         expected, whole = lengthen.attention(**call, return_lse=True, backend="reference")
         unread = -torch.expm1(lse - whole)
@@ -159,7 +158,7 @@ def test_the_bound_is_tight_where_all_keys_are_alike(mask: Any, tolerance: float
     # Rows are read one by one here: in a block, the row that looks farthest speaks for all.
     q, k = torch.zeros(1, 1, 3, 2, dtype=torch.float64), torch.zeros(1, 1, 1200, 2, dtype=torch.float64)
     call = {"q": q, "k": k, "v": k, "q_start": 600, "bias": Linear(torch.tensor([0.05])), "mask": mask}
-    with small_runs(ROWS=1, TALL=1, NEAR=80, WASTE=1.0):
+    with small_runs(ROWS=1, GRAIN=0, UNIT=80, WASTE=1.0):
         lse = lengthen.attention(**call, tolerance=tolerance, return_lse=True, backend="chunked")[1]
     whole = lengthen.attention(**call, return_lse=True, backend="reference")[1]
     left = -torch.expm1(lse - whole)

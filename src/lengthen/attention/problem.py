@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lengthen.attention.biases import Bias, Decay, Linear, Table
-from lengthen.attention.checks import can_look, can_read, describe, index_tensor, on_device, whole_number
+from lengthen.attention.checks import can_look, describe, index_tensor, on_device, whole_number
 from lengthen.attention.masks import Mask, positions
 from lengthen.attention.reach import Ball, default_tolerance
 
@@ -165,7 +165,8 @@ def _check_bias(bias: Bias, q: Tensor, k: Tensor, mask: Mask, q_start: int | Ten
 def _check_table(table: Table, queries: int, keys: int, mask: Mask, q_start: int | Tensor) -> None:
     """Refuse a table that ends before the farthest distance that a query sees."""
     ends = table.values.shape[1], (table.values if table.ahead is None else table.ahead).shape[1]
-    device = table.values.device
+    alone = mask.formula() is not None and isinstance(q_start, int)  # then no tensor tells what is visible
+    device = torch.device("cpu") if alone else table.values.device
     if isinstance(q_start, int):  # were everything visible
         behind, ahead = max(0, q_start + queries - 1), max(0, keys - 1 - q_start)
         if behind < ends[0] and (ahead < ends[1] or not mask.two_sided):
@@ -177,8 +178,7 @@ def _check_table(table: Table, queries: int, keys: int, mask: Mask, q_start: int
         return
     place, seen = positions(queries, q_start, device), first <= last
     far = [(place - first).where(seen, 0).amax(), (last - place).where(seen, 0).amax()]
-    there = can_look(q_start) if isinstance(q_start, Tensor) else can_read(far[0])
-    if not there:  # nobody waits for a GPU: it stops there by itself
+    if not can_look(far[0]):  # nobody waits for a GPU: it stops there by itself
         torch._assert_async((far[0] < ends[0]) & (far[1] < ends[1]), "bias: a query sees past the table's end")
         return
     names = ("values", "values" if table.ahead is None else "ahead")

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from lengthen.attention.biases import Bias
-from lengthen.attention.checks import WIDE, describe, on_device
+from lengthen.attention.checks import describe, on_device
 from lengthen.attention.masks import Causal, Mask, positions
 
 NEAR = 128  # the public `reach` takes ℓ from this many of a query's nearest keys
@@ -46,10 +46,10 @@ def default_tolerance(dtype: torch.dtype) -> float:
 class Ball:
     """A ball that holds all keys of a head: what a cache keeps, so that nobody looks at far keys to bound them.
 
-    centre `[batch, key_heads, head_dim]` and radius `[batch, key_heads]` are float32 at least, and the radius is
-    widened by more than rounding can hide in it. `keys` is how many keys it is of: a call refuses a ball of fewer or of
-    more. Make one with `around`, and keep it up with `appended` as keys are added to the end, or with `replaced` as
-    keys are written over others. It only ever grows.
+    centre `[batch, key_heads, head_dim]` is of the keys' dtype, so that products take it as it is; radius
+    `[batch, key_heads]` is float32 at least, and widened by more than rounding can hide in it. `keys` is how many keys
+    it is of: a call refuses a ball of fewer or of more. Make one with `around`, and keep it up with `appended` as keys
+    are added to the end, or with `replaced` as keys are written over others. It only ever grows.
 
     >>> import torch, lengthen
     >>> k, new = torch.randn(1, 8, 1000, 64), torch.randn(1, 8, 1, 64)
@@ -63,10 +63,10 @@ class Ball:
     keys: int
 
     def __post_init__(self) -> None:
-        if self.centre.dtype not in WIDE or self.radius.dtype != self.centre.dtype:
+        if self.radius.dtype != torch.promote_types(self.centre.dtype, torch.float32):
             raise TypeError(
-                f"Ball: expected centre and radius in float32 or float64, got {describe(self.centre)} and "
-                f"{describe(self.radius)}"
+                f"Ball.radius: expected float32, or float64 for float64 keys, got {describe(self.radius)} and a centre "
+                f"that is {describe(self.centre)}"
             )
 
     @classmethod
@@ -75,20 +75,21 @@ class Ball:
         compute = torch.promote_types(k.dtype, torch.float32)
         k = k.detach()
         if centred and k.shape[2]:
-            centre = k.mean(dim=2, dtype=compute)
+            centre = k.mean(dim=2, dtype=compute).to(k.dtype)
         else:
-            centre = k.new_zeros(*k.shape[:2], k.shape[3], dtype=compute)
-        return cls(centre, centre.new_zeros(k.shape[:2]), k.shape[2]).replaced(k)
+            centre = k.new_zeros(*k.shape[:2], k.shape[3])
+        return cls(centre, centre.new_zeros(k.shape[:2], dtype=compute), k.shape[2]).replaced(k)
 
     def replaced(self, k: Tensor) -> Ball:
         """Return the ball that holds these keys too, of as many keys as before."""
         radius = self.radius
+        centre = self.centre.to(radius.dtype)
+        # Norms, q·c and ℓ are rounded: each by less than head_dim·eps of ‖q‖·(‖c‖ + r). Eight times that.
+        slack = 8 * k.shape[3] * torch.finfo(radius.dtype).eps
         for part in torch.split(k.detach(), STEP, dim=2):
             if part.shape[2]:
-                away = torch.linalg.vector_norm(part.to(self.centre.dtype) - self.centre.unsqueeze(2), dim=-1).amax(-1)
-                # Norms, q·c and ℓ are rounded: each by less than head_dim·eps of ‖q‖·(‖c‖ + r). Eight times that.
-                slack = 8 * k.shape[3] * torch.finfo(self.centre.dtype).eps
-                radius = torch.maximum(radius, away + slack * (away + self.centre.norm(dim=-1)))
+                away = torch.linalg.vector_norm(part.to(radius.dtype) - centre.unsqueeze(2), dim=-1).amax(-1)
+                radius = torch.maximum(radius, away + slack * (away + centre.norm(dim=-1)))
         return replace(self, radius=radius)
 
     def appended(self, k: Tensor) -> Ball:
@@ -98,6 +99,8 @@ class Ball:
     def check_covers(self, k: Tensor) -> None:
         """Refuse keys that it is not a ball of, as far as can be told without looking at them."""
         on_device("ball", self.centre, k.device)
+        if self.centre.dtype != k.dtype:
+            raise TypeError(f"ball: expected one of keys in {k.dtype} like k, got a centre that is {describe(self.centre)}")
         if self.centre.shape != (*k.shape[:2], k.shape[3]) or self.radius.shape != k.shape[:2]:
             raise ValueError(
                 f"ball: expected a centre of shape {[*k.shape[:2], k.shape[3]]} and a radius of {list(k.shape[:2])}, "
@@ -113,9 +116,9 @@ class Ball:
         radius = self.radius.repeat_interleave(group, dim=1).unsqueeze(-1)
         bounds = []
         for part in torch.split(q.detach(), STEP, dim=2):
-            wide = part.to(centre.dtype)
+            wide = part.to(radius.dtype)
             length = torch.linalg.vector_norm(wide, dim=-1)
-            bounds.append(scale * (wide @ centre).squeeze(-1) + abs(scale) * length * radius)
+            bounds.append(scale * (wide @ centre.to(wide.dtype)).squeeze(-1) + abs(scale) * length * radius)
         return torch.cat(bounds, dim=2)
 
 

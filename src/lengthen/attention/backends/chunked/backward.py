@@ -15,13 +15,12 @@ from torch import Tensor
 
 from lengthen.attention.backends import reference
 from lengthen.attention.backends.chunked.forward import batches, careful_parts, sequences
-from lengthen.attention.backends.chunked.runs import Run, alike, plan
+from lengthen.attention.backends.chunked.runs import Run, plan, together
 from lengthen.attention.backends.chunked.scores import Scores
 from lengthen.attention.backends.ops import Gradients, Results
 from lengthen.attention.biases import Bias, Decay, Linear, Table
 from lengthen.attention.problem import Problem
 
-SHARE = 128  # rows of the blocks that one is cut into where there are more threads: torch's kernel has one for each
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
@@ -78,19 +77,18 @@ class _Backward:
         for batch in batches(scores):
             lows, highs = self.spans[:, batch.start].tolist()
             windows = [list(zip(lo, hi, strict=True)) for lo, hi in zip(lows, highs, strict=True)]
-            for heads in alike(windows, self.problem.group):
-                many = heads.stop - heads.start
-                for planned in plan(windows[heads.start], scores.queries, scores.keys, many, scores.q.shape[3]):
-                    for run in planned.of(batch, heads, self.problem.group):
+            for heads in together(windows, self.problem.group):
+                many = heads.at.stop - heads.at.start
+                for planned in plan(heads.windows, scores.queries, scores.keys, many, scores.q.shape[3]):
+                    for run in planned.of(batch, heads.at, self.problem.group):
                         self._add(run)
         if self.d_along is not None:
             self._add_bias(self.d_along)
 
     def _add(self, run: Run) -> None:
         """Add what one run gives."""
-        threads, sequences = torch.get_num_threads(), run.batch.stop - run.batch.start
-        if self.fused and sequences == run.blocks == 1 and run.count < threads and run.rows % SHARE == 0:
-            run = replace(run, blocks=run.rows // SHARE, rows=SHARE)
+        if self.fused:
+            run = run.spread(torch.get_num_threads())
         for call, bias, _ in self.scores.calls(run, held=not self.fused):
             q, k, v = call.take(self.scores.q), call.windows(self.scores.k), call.windows(self.scores.v)
             d_out, lse = call.take(self.d_out), call.take(self.lse)

@@ -1,8 +1,8 @@
 """The forward: each block of queries reads the keys near it, and farther ones as far as reach says that it must.
 
-1. Blocks whose keys are few read all of them. The others read the keys beside their diagonal.
+1. Each block reads the keys that a head with such a bias usually needs.
 2. The log-sum-exp of those tells, for each head and block, how far back (or ahead) anything can still matter.
-3. What lies between is read, and joined to what was read before.
+3. What is missing, mostly nothing, is read and joined to what was read before.
 
 Each step is a few runs (runs.py): large calls that fill all cores.
 """
@@ -10,7 +10,7 @@ Each step is a few runs (runs.py): large calls that fill all cores.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,17 +18,18 @@ from torch import Tensor
 
 from lengthen.attention.backends import reference
 from lengthen.attention.backends.chunked import runs
-from lengthen.attention.backends.chunked.runs import Run, Window, alike, plan
+from lengthen.attention.backends.chunked.runs import Heads, Run, Window, plan, together
 from lengthen.attention.backends.chunked.scores import Scores
 from lengthen.attention.backends.ops import Results, empty_results
+from lengthen.attention.biases import Bias
 from lengthen.attention.masks import Listed, ListedBehind
 from lengthen.attention.problem import Problem
 from lengthen.attention.reach import Ball
 
-NEAR = 128  # keys read beside the diagonal before reach is asked
 FEW = 32  # for so few queries, the pass over all keys that reach needs costs what it saves
 SHORT = 1024  # for so few keys, asking costs what it saves
-USUAL = 28.0  # what a bias usually falls by until a head's reach ends: what is read first goes by it, results do not
+USUAL = 11.0  # what a bias usually falls by until a head's reach ends, beside −log tolerance: for what is read first
+UNIT = 64  # keys that a head's usual reach is counted in
 TOGETHER = 512  # sequences of so few keys are read together, though they see different ones
 CAREFUL = 1 << 16  # scores that the reference is given at once
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -59,8 +60,7 @@ def forward(problem: Problem, wanted: bool) -> Results:
     if scores.finite():
         reading = _Reading(scores, wide, lse, spans)
         for batch in batches(scores):
-            for heads in alike(reading.usual, problem.group):
-                reading.read(batch, heads)
+            reading.read(batch)
     else:
         for rows, some in careful_parts(problem):
             wide[:, :, rows], lse[:, :, rows] = reference.run(some)
@@ -120,105 +120,107 @@ class _Reading:
         self.scores, self.out, self.lse, self.spans = scores, out, lse, spans
         problem = scores.problem
         self.highest: Tensor | None = None  # of each query's scores, before their bias; None: no reach
-        self.usual: list[tuple[int, ...]] = [()] * scores.q.shape[1]  # how far each head usually looks, to each side
+        self.sides = (False, True)[: 1 + scores.two_sided]  # behind, and ahead
+        self.usual = [[scores.keys] * scores.q.shape[1]] * len(self.sides)  # how far each head usually looks
         many = problem.ball is not None or (scores.queries > FEW and scores.keys > SHORT)
         if problem.bias is not None and problem.tolerance > 0 and many:
             ball = problem.ball
             if ball is None or problem.decay is not None:
                 ball = Ball.around(scores.k, centred=problem.decay is None)
             self.highest = ball.highest_score(scores.q, problem.scale)
-            sides = [self._usual(ahead) for ahead in (False, True)[: 1 + scores.two_sided]]
-            self.usual = list(zip(*sides, strict=True))
-            self.log_tolerance = math.log(problem.tolerance / len(sides))  # each side may leave its part unread
+            self.log_tolerance = math.log(problem.tolerance / len(self.sides))  # each side may leave its part unread
+            self.usual = [self._usual(problem.bias, ahead) for ahead in self.sides]
 
-    def _usual(self, ahead: bool) -> list[int]:
-        """Return how far each head usually looks to a side: whole blocks, and no farther than there are keys."""
-        bias = self.scores.problem.bias
-        assert bias is not None
+    def _usual(self, bias: Bias, ahead: bool) -> list[int]:
+        """Return how far each head usually looks to a side, and no farther than there are keys."""
         farthest = self._farthest(ahead)
         top = bias.tail(torch.zeros((), dtype=torch.int64, device=self.lse.device), farthest, ahead)
-        far = bias.reach((top - USUAL).to(self.lse.dtype).unsqueeze(-1), farthest, ahead).squeeze(-1)
-        most = -(-self.scores.keys // runs.ROWS)
-        return [int(x) * runs.ROWS for x in (far.nan_to_num(nan=torch.inf) / runs.ROWS).ceil().clamp(0, most).tolist()]
+        limit = (top + self.log_tolerance - USUAL).to(self.lse.dtype).unsqueeze(-1)
+        units = (bias.reach(limit, farthest, ahead).squeeze(-1) / UNIT).nan_to_num(nan=torch.inf)
+        return [int(x) * UNIT for x in units.ceil().clamp(1, -(-self.scores.keys // UNIT)).tolist()]
 
     def _farthest(self, ahead: bool) -> int:
         """Return the farthest distance of the call to a side."""
         return max(0, self.scores.keys - 1 - self.scores.q_start if ahead else self.scores.farthest)
 
-    def read(self, batch: slice, heads: slice) -> None:
-        """Read what these heads must of the keys that these sequences see."""
-        visible = self._visible(batch)
+    def read(self, batch: slice) -> None:
+        """Read what these sequences must of the keys that they see."""
+        visible, heads = self._visible(batch), self.scores.q.shape[1]
         if any(lo >= hi for lo, hi in visible):  # what no run visits sees nothing
-            self.out[batch, heads], self.lse[batch, heads] = 0, -torch.inf
-        read = self._read([self._near(i, window, heads) for i, window in enumerate(visible)], batch, heads)
-        if self.highest is not None:
-            for ahead in (False, True)[: 1 + self.scores.two_sided]:
-                needed = self._needed(visible, read, batch, heads, ahead)
-                far = [(hi, need) if ahead else (need, lo) for (lo, hi), need in zip(read, needed, strict=True)]
-                far = self._read(far, batch, heads, ends="lo" if ahead else "hi")
-                read = [
-                    (lo, max(hi, more[1])) if ahead else (min(lo, more[0]), hi)
-                    for (lo, hi), more in zip(read, far, strict=True)
-                ]
-        for side, keys in zip(self.spans, zip(*read, strict=True), strict=True):
-            side[batch, heads] = torch.tensor(keys, dtype=torch.int32, device=side.device)
+            self.out[batch], self.lse[batch] = 0, -torch.inf
+        near = [[self._near(i, window, head) for i, window in enumerate(visible)] for head in range(heads)]
+        read: list[list[Window]] = []
+        for group in together(near, self.scores.problem.group):
+            read += [self._read(group, batch)] * (group.at.stop - group.at.start)
+        for ahead in self.sides if self.highest is not None else ():
+            needed = self._needed(visible, read, batch, ahead)
+            missing = [
+                [(hi, need) if ahead else (need, lo) for (lo, hi), need in zip(*pair, strict=True)]
+                for pair in zip(read, needed, strict=True)
+            ]
+            for at in same(read):  # only these end alike
+                for group in together(missing[at], self.scores.problem.group, at.start):
+                    more = self._read(group, batch, ends="lo" if ahead else "hi")
+                    joined = [
+                        (lo, max(hi, far[1])) if ahead else (min(lo, far[0]), hi)
+                        for (lo, hi), far in zip(read[group.at.start], more, strict=True)
+                    ]
+                    read[group.at] = [joined] * (group.at.stop - group.at.start)
+        self.spans[:, batch] = torch.tensor(read, dtype=torch.int32, device=self.spans.device).permute(2, 0, 1)[:, None]
 
     def _intervals(self, batch: slice) -> tuple[Tensor, Tensor]:
-        """Return first and last of each query, `[batch or 1, blocks, ROWS]`."""
+        """Return first and last of each query, `[batch or 1, 1, blocks, ROWS]`."""
         first, last = self.scores.first, self.scores.last
         batch = batch if first.shape[0] > 1 else slice(None)
-        return _blocks(first[batch]), _blocks(last[batch])
+        return _blocks(first[batch, None]), _blocks(last[batch, None])
 
     def _visible(self, batch: slice) -> list[Window]:
         """Return the keys that one or more queries of each block see."""
         first, last = self._intervals(batch)
         blind = first > last
-        lo = first.masked_fill(blind, self.scores.keys).amin(dim=(0, 2))
-        hi = last.masked_fill(blind, -1).amax(dim=(0, 2)) + 1
+        lo = first.masked_fill(blind, self.scores.keys).amin(dim=(0, 1, 3))
+        hi = last.masked_fill(blind, -1).amax(dim=(0, 1, 3)) + 1
         return list(zip(lo.tolist(), hi.tolist(), strict=True))
 
-    def _near(self, block: int, window: Window, heads: slice) -> Window:
-        """Return which keys a block reads first: all of its window, or those near it."""
+    def _near(self, block: int, window: Window, head: int) -> Window:
+        """Return which keys a block reads first: those of its window that are not farther than the head usually looks."""
         (lo, hi), start = window, self.scores.q_start + block * runs.ROWS
-        end, usual = start + runs.ROWS, self.usual[heads.start]
-        if not usual or lo >= hi or (start - lo <= usual[0] + NEAR and hi - end <= usual[-1] + NEAR):
-            return window
-        near_hi = min(hi, max(end, lo) + (NEAR if self.scores.two_sided else 0))
-        return max(lo, min(start, near_hi) - NEAR), near_hi
+        near_hi = min(hi, max(start + runs.ROWS, lo) + (self.usual[1][head] if self.scores.two_sided else 0))
+        return max(lo, min(start, near_hi) - self.usual[0][head]), near_hi
 
-    def _needed(self, visible: list[Window], read: list[Window], batch: slice, heads: slice, ahead: bool) -> list[int]:
-        """Return the key that each block must read from; or to, exclusive, if ahead."""
-        bias, done, ends = (
-            self.scores.problem.bias,
-            [window[ahead] for window in read],
-            [window[ahead] for window in visible],
-        )
-        if done == ends:
+    def _needed(
+        self, visible: list[Window], read: list[list[Window]], batch: slice, ahead: bool
+    ) -> list[list[int]]:
+        """Return the key that each block of each head must read from; or to, exclusive, if ahead."""
+        bias, done = self.scores.problem.bias, [[window[ahead] for window in own] for own in read]
+        end = [window[ahead] for window in visible]
+        if all(own == end for own in done):
             return done
         assert bias is not None
         assert self.highest is not None
         limit = self.lse[batch] + self.log_tolerance - self.highest[batch]
-        far = _blocks(bias.reach(limit, self._farthest(ahead), ahead)[:, heads].amax(dim=1))
+        far = _blocks(bias.reach(limit, self._farthest(ahead), ahead))
         place = _blocks(self.scores.position)
         first, last = self._intervals(batch)
-        reached, end = torch.tensor([done, ends], device=far.device)
+        reached, most = torch.tensor(done, device=far.device), torch.tensor(end, device=far.device)
         done_with = first > last  # who sees nothing, or nothing more on this side
-        done_with |= (last < reached[:, None]) if ahead else (first >= reached[:, None])
+        done_with = done_with | ((last < reached[..., None]) if ahead else (first >= reached[..., None]))
         # NaN is above nothing: then everything is read. One key more than needed makes up for rounding.
         if ahead:
             need = torch.minimum(place + far + 2, last + 1.0).masked_fill(done_with, -torch.inf)
-            need = need.amax(dim=(0, 2)).ceil().nan_to_num(nan=torch.inf)
-            return torch.minimum(torch.maximum(need, reached), end).long().tolist()
+            need = need.amax(dim=(0, 3)).ceil().nan_to_num(nan=torch.inf)
+            return torch.minimum(torch.maximum(need, reached), most).long().tolist()
         need = torch.maximum(place - far, first + 0.0).masked_fill(done_with, torch.inf)
-        need = need.amin(dim=(0, 2)).floor().nan_to_num(nan=-torch.inf)
-        return torch.maximum(torch.minimum(need, reached), end).long().tolist()
+        need = need.amin(dim=(0, 3)).floor().nan_to_num(nan=-torch.inf)
+        return torch.maximum(torch.minimum(need, reached), most).long().tolist()
 
-    def _read(self, windows: list[Window], batch: slice, heads: slice, ends: str = "") -> list[Window]:
-        """Read these windows, one for each block; return what was read, which may be a little more.
+    def _read(self, group: Heads, batch: slice, ends: str = "") -> list[Window]:
+        """Read the windows of some heads, one for each block; return what was read, which may be a little more.
 
         With `ends` it is joined to what was read before.
         """
-        scores, done = self.scores, list(windows)
+        scores, windows, heads = self.scores, group.windows, group.at
+        done = list(windows)
         for planned in plan(windows, scores.queries, scores.keys, heads.stop - heads.start, scores.q.shape[3], ends):
             for run in planned.of(batch, heads, scores.problem.group):
                 for call, bias, blind in scores.calls(run, held=not scores.fused):
@@ -260,6 +262,16 @@ class _Reading:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """Return numbers of all queries, `[batch, queries]`, as `[batch, blocks, ROWS]`; the last number is repeated."""
-    missing = -x.shape[1] % runs.ROWS
-    return torch.cat((x, x[:, -1:].expand(-1, missing)), dim=1).view(x.shape[0], -1, runs.ROWS)
+    """Return numbers of all queries, `[…, queries]`, as `[…, blocks, ROWS]`; the last number is repeated."""
+    missing = -x.shape[-1] % runs.ROWS
+    x = torch.cat((x, x[..., -1:].expand(*x.shape[:-1], missing)), dim=-1) if missing else x
+    return torch.unflatten(x, -1, (-1, runs.ROWS))
+
+
+def same(heads: Sequence[object]) -> Iterator[slice]:
+    """Yield neighbouring heads that are equal."""
+    start = 0
+    for head in range(1, len(heads) + 1):
+        if head == len(heads) or heads[head] != heads[start]:
+            yield slice(start, head)
+            start = head

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 ROWS = 256  # queries in a block: fewer are slower for each score, more waste work on what they do not see
-TALL, SPREAD = 512, 2048  # rows that read the same keys in one call: at most, and of all its heads if that is fewer
-WASTE = 1.2  # how much more than needed a call may read, for there to be fewer calls
+LEAST = 64  # queries in a block that is cut for there to be one for each thread
+WASTE = 1.1  # how much more than needed a call may read, for there to be fewer calls
+GRAIN = 1 << 17  # scores for each thread: up to so many, a call may read any amount more
 NUMBERS = 1 << 21  # of the queries of one call: 8 MB, which memory is had for without asking the system each time
 
 Window = tuple[int, int]  # keys [lo, hi); empty where lo ≥ hi
@@ -124,6 +125,16 @@ class Run:
             yield from replace(self, rows=half).split(scores)
             yield from replace(self, start=self.start + half, rows=self.rows - half).split(scores)
 
+    def spread(self, threads: int) -> Run:
+        """Return the run as so many blocks that each thread has one of some head, if rows can be cut like that.
+
+        Torch's backward kernel gives a thread whole blocks.
+        """
+        rows = max(LEAST, -(-self.rows * self.count // threads))
+        if self.batch.stop - self.batch.start > 1 or self.blocks > 1 or rows >= self.rows or self.rows % rows:
+            return self
+        return replace(self, blocks=self.rows // rows, rows=rows)
+
     def of(self, batch: slice, heads: slice, group: int) -> Iterator[Run]:
         """Yield the run for some sequences and heads: its blocks together for each sequence, or sequences together."""
         run, sequences = replace(self, batch=batch, heads=heads, group=group), batch.stop - batch.start
@@ -135,16 +146,54 @@ class Run:
             yield from (run.part(block, 1) for block in range(self.blocks))
 
 
-def alike(heads: Sequence[object], group: int) -> Iterator[slice]:
-    """Yield all heads if they are alike, and else neighbours that are, of one key head each where heads share keys."""
-    if all(one == heads[0] for one in heads):
-        yield slice(0, len(heads))
-        return
-    start = 0
-    for head in range(1, len(heads) + 1):
-        if head == len(heads) or heads[head] != heads[start] or (group > 1 and head % group == 0):
-            yield slice(start, head)
-            start = head
+@dataclass(frozen=True)
+class Heads:
+    """Neighbouring heads whose blocks are read together, a window for each block, and how many keys they need."""
+
+    at: slice
+    windows: list[Window]
+    needed: int
+
+    def __add__(self, other: Heads) -> Heads:
+        """Return both together."""
+        pairs = zip(self.windows, other.windows, strict=True)
+        windows = [a if b[0] >= b[1] else b if a[0] >= a[1] else (min(a[0], b[0]), max(a[1], b[1])) for a, b in pairs]
+        return Heads(slice(self.at.start, other.at.stop), windows, self.needed + other.needed)
+
+    def __bool__(self) -> bool:
+        """Return whether reading them in one call is worth what it reads more than they need."""
+        keys = (self.at.stop - self.at.start) * width(self.windows)
+        return keys <= WASTE * self.needed or keys * ROWS <= enough()
+
+
+def width(windows: Sequence[Window]) -> int:
+    """Return how many keys the windows hold."""
+    return sum(max(0, hi - lo) for lo, hi in windows)
+
+
+def enough() -> int:
+    """Return how many scores keep all threads busy."""
+    return GRAIN * torch.get_num_threads()
+
+
+def together(windows: Sequence[list[Window]], group: int, first: int = 0) -> list[Heads]:
+    """Return the heads from `first` on, whose windows these are, in groups that are read together.
+
+    Where heads share keys, a group is of one key head or of whole key heads, as a call can take them.
+    """
+    pieces = [Heads(slice(h, h + 1), own, width(own)) for h, own in enumerate(windows, first)]
+    for unit in (1, group) if group > 1 else (1,):
+        joined = pieces[:1]
+        for piece in pieces[1:]:
+            both = joined[-1] + piece
+            start, stop = both.at.start, both.at.stop
+            inside = group == 1 or start // group == (stop - 1) // group if unit == 1 else not (start % unit or stop % unit)
+            if inside and joined[-1].at.stop == piece.at.start and both:
+                joined[-1] = both
+            else:
+                joined.append(piece)
+        pieces = joined
+    return pieces
 
 
 def plan(
@@ -152,31 +201,44 @@ def plan(
 ) -> Iterator[Run]:
     """Yield runs in which each block of `ROWS` queries reads its window, or a little more, in so many heads at once.
 
-    Windows that move with their blocks are read together; of the others, neighbouring blocks become one while it is not
-    too tall. `ends` says of which end nothing more may be read: "lo", "hi", or neither.
+    Windows that move with their blocks are read together; of the others, neighbouring blocks become one while that
+    reads little more, or keeps threads busy. `ends` says of which end nothing more may be read: "lo", "hi", or neither.
     """
-    most, tall = max(1, NUMBERS // (heads * ROWS * features)), min(TALL, max(ROWS, SPREAD // heads))
+    most, busy = max(1, NUMBERS // (heads * ROWS * features)), enough() // heads
 
-    def fits(lo: int, hi: int, next_lo: int, next_hi: int) -> bool:
-        same_end = (ends != "lo" or lo == next_lo) and (ends != "hi" or hi == next_hi)
-        return same_end and next_lo < next_hi
+    def ends_alike(lo: int, hi: int, next_lo: int, next_hi: int) -> bool:
+        return (ends != "lo" or lo == next_lo) and (ends != "hi" or hi == next_hi)
+
+    def worth(read: int, needed: int) -> bool:
+        return read <= WASTE * needed or read * ROWS <= busy
 
     i = 0
     while i < len(windows):
         (lo, hi), here = windows[i], i * ROWS
         n, needed, low, high = 1, hi - lo, lo - here, hi - here  # low and high are relative to the block
-        while needed > 0 and n < most and here + (n + 1) * ROWS <= queries:
-            next_lo, next_hi = (key - here - n * ROWS for key in windows[i + n])
-            wide_lo, wide_hi, more = min(low, next_lo), max(high, next_hi), needed + next_hi - next_lo
-            inside = here + wide_lo >= 0 and here + n * ROWS + wide_hi <= keys
-            wasted = (n + 1) * (wide_hi - wide_lo) > WASTE * more
-            if wasted or not inside or not fits(low, high, next_lo, next_hi):
+        blocks, reach = n, needed
+        while needed > 0 and blocks < most and here + (blocks + 1) * ROWS <= queries:
+            next_lo, next_hi = (key - here - blocks * ROWS for key in windows[i + blocks])
+            wide_lo, wide_hi, blocks = min(low, next_lo), max(high, next_hi), blocks + 1
+            reach += max(0, next_hi - next_lo)
+            inside = here + wide_lo >= 0 and here + (blocks - 1) * ROWS + wide_hi <= keys
+            empty = next_lo >= next_hi
+            if not inside or not ends_alike(low, high, next_lo, next_hi) or (empty and not ends):
                 break
-            low, high, needed, n = wide_lo, wide_hi, more, n + 1
+            if not empty:
+                if not worth(blocks * (wide_hi - wide_lo), reach):
+                    break
+                low, high, needed, n = wide_lo, wide_hi, reach, blocks
         if n > 1:
             yield Run(here, n, ROWS, here + low, high - low, ROWS)
         elif needed > 0:
-            while i + n < len(windows) and (n + 1) * ROWS <= tall and fits(lo, hi, *windows[i + n]):
-                lo, hi, n = min(lo, windows[i + n][0]), max(hi, windows[i + n][1]), n + 1
+            while i + n < len(windows) and n < most:
+                next_lo, next_hi = windows[i + n]
+                wide_lo, wide_hi, more = min(lo, next_lo), max(hi, next_hi), needed + next_hi - next_lo
+                if next_lo >= next_hi or not ends_alike(lo, hi, next_lo, next_hi):
+                    break
+                if not worth((n + 1) * (wide_hi - wide_lo), more):
+                    break
+                lo, hi, needed, n = wide_lo, wide_hi, more, n + 1
             yield Run(here, 1, min(n * ROWS, queries - here), lo, hi - lo, 0)
         i += n

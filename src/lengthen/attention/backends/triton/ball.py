@@ -44,7 +44,7 @@ def ball(
     falls = fall(bias, one, sizes.heads, sizes.keys, BIAS)
     feature = tl.arange(0, WIDTH)
     if tl.max(tl.where(one // sizes.group == item % sizes.key_heads, falls, 0.0), 0) < FLAT:
-        tl.store(centre + item * D + feature, tl.zeros([WIDTH], tl.float32), mask=feature < D)
+        tl.store(centre + item * D + feature, feature * 0.0, mask=feature < D)
         tl.store(radius + item * count + part, float("inf"))
         return
     base = of_head(k, item // sizes.key_heads, item % sizes.key_heads, ALIGN)

@@ -33,14 +33,14 @@ TRIED = tl.constexpr(16)  # how many cuts are looked at
 
 
 @triton.jit
-def programs_of(slopes, sizes, programs, reach, N: tl.constexpr, HEADS: tl.constexpr):
+def programs_of(slopes, sizes, programs, N: tl.constexpr, HEADS: tl.constexpr, REACH: tl.constexpr):
     """Return how many programs each head of keys has, and where the first of the next head stands, `[HEADS]` each.
 
     Every program gets as many blocks as any other, or fewer: as few as there are programs for.
     """
     one, key_heads = tl.arange(0, HEADS), sizes.key_heads
     blocks = tl.zeros([HEADS], tl.float32) + ((sizes.keys + (N - 1)) // N).to(tl.float32)
-    if reach != 0:
+    if REACH:
         slope = tl.load(slopes + one, mask=one < sizes.heads, other=float("inf")).to(tl.float32)
         slope = tl.where((one // sizes.group)[None, :] == one[:, None], slope[None, :], float("inf"))
         blocks = tl.minimum(blocks, tl.ceil((1.0 / tl.maximum(tl.min(slope, 1), 1e-30)) * (USUAL / N)))
@@ -123,16 +123,16 @@ def numbered(start, N: tl.constexpr):
 
 @triton.jit
 def split(
-    q, k, v, parts, units, totals, read, mask, bias, ball, sizes, programs, reach, scale, neg_log2_tolerance,
+    q, k, v, parts, units, totals, read, mask, bias, ball, sizes, programs, scale, neg_log2_tolerance,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr,
-    HEADS: tl.constexpr, ALIGN: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr,
-    STEADY: tl.constexpr, SEVERAL: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    HEADS: tl.constexpr, ALIGN: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, EDGED: tl.constexpr,
+    REACH: tl.constexpr, STEADY: tl.constexpr, SEVERAL: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write what one program finds in its keys of one head: Σ p·v, Σ p and the score whose weight is 1, for every row."""
     let_next_begin(EARLY)
     b, program = tl.program_id(0), tl.program_id(1)
     key_heads = sizes.key_heads
-    count, ends = programs_of(bias.slopes, sizes, programs, reach, N, HEADS)
+    count, ends = programs_of(bias.slopes, sizes, programs, N, HEADS, REACH)
     one = tl.arange(0, HEADS)
     key_head = tl.sum(((one < key_heads) & (ends <= program)).to(tl.int32), 0)
     if key_head >= key_heads:
@@ -148,7 +148,7 @@ def split(
     query = tl.where(there, row % sizes.queries, 0)
     h = key_head * sizes.group + member
     position = query + first_position(mask, b)
-    begin, end = interval(query, position, mask, b, sizes.keys, TWO_SIDED, True)
+    begin, end = interval(query, position, mask, b, sizes.keys, TWO_SIDED, EDGED)
     end = tl.where(there, end, -1)
     some = begin <= end
     hi = tl.max(tl.where(some, end + 1, 0), 0)
@@ -174,46 +174,32 @@ def split(
     low = lo
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     running = True
-    if BIAS == LINEAR and not TWO_SIDED:
-        if reach != 0:
-            key = numbered(hi - N, N)
-            nearest = load_keys(base_k, k.row, hi - N, lo, hi, D, N, WIDTH, ALIGN)
-            visible = (key[None, :] >= begin[:, None]) & (key[None, :] <= end[:, None])
-            score = scores(
-                queries,
-                nearest,
-                key,
-                position,
-                visible,
-                bias,
-                table,
-                slope,
-                ahead,
-                scale2,
-                hi,
-                BIAS,
-                TWO_SIDED,
-                PRECISION,
-            )
-            top = tl.max(score, 1)
-            total = tl.sum(tl.exp2(score - tl.where(top == float("-inf"), 0.0, top)[:, None]), 1)
-            wide = queries.to(tl.float32)
-            length = tl.sqrt(tl.sum(wide * wide, 1)) * (1 + SLACK)
-            centre = tl.load(ball.centre + item * D + feature, mask=feature < D, other=0.0)
-            most = scale2 * tl.sum(wide * centre[None, :], 1) + tl.abs(scale2) * length * tl.load(ball.radius + item)
-            # Rows stand at most `position − hi` behind the last key that any sees: distances are counted from there.
-            spare = top + tl.log2(total) - most - neg_log2_tolerance
-            far = -(spare + tl.log2(one_less_exp(slope))) / slope - (position - hi).to(tl.float32)
-            far = tl.where(far == far, far, float("inf"))
-            more = some & (begin < hi - N)
-            far = tl.max(tl.where(more, far, float("-inf")), 0)
-            low = tl.floor(tl.maximum(-far - 1.0, (lo - hi).to(tl.float32)))
-            low = hi + tl.minimum(low, (tl.maximum(hi - N, lo) - hi).to(tl.float32)).to(tl.int32)
-            if STEADY:  # no score is above `most`: with a unit between it and the nearest, no weight is lost
-                known = (begin > end) | (most - top <= 2 * FROM_UNIT)
-                running = tl.min(known.to(tl.int32), 0) == 0
-                if not running:
-                    m_i = tl.where(begin > end, 0.0, tl.maximum(top, most - FROM_UNIT))
+    if REACH:
+        key = numbered(hi - N, N)
+        nearest = load_keys(base_k, k.row, hi - N, lo, hi, D, N, WIDTH, ALIGN)
+        visible = (key[None, :] >= begin[:, None]) & (key[None, :] <= end[:, None])
+        score = scores(
+            queries, nearest, key, position, visible, bias, table, slope, ahead, scale2, hi, BIAS, TWO_SIDED, PRECISION
+        )
+        top = tl.max(score, 1)
+        total = tl.sum(tl.exp2(score - tl.where(top == float("-inf"), 0.0, top)[:, None]), 1)
+        wide = queries.to(tl.float32)
+        length = tl.sqrt(tl.sum(wide * wide, 1)) * (1 + SLACK)
+        centre = tl.load(ball.centre + item * D + feature, mask=feature < D, other=0.0)
+        most = scale2 * tl.sum(wide * centre[None, :], 1) + tl.abs(scale2) * length * tl.load(ball.radius + item)
+        # Rows stand at most `position − hi` behind the last key that any sees: distances are counted from there.
+        spare = top + tl.log2(total) - most - neg_log2_tolerance
+        far = -(spare + tl.log2(one_less_exp(slope))) / slope - (position - hi).to(tl.float32)
+        far = tl.where(far == far, far, float("inf"))
+        more = some & (begin < hi - N)
+        far = tl.max(tl.where(more, far, float("-inf")), 0)
+        low = tl.floor(tl.maximum(-far - 1.0, (lo - hi).to(tl.float32)))
+        low = hi + tl.minimum(low, (tl.maximum(hi - N, lo) - hi).to(tl.float32)).to(tl.int32)
+        if STEADY:  # no score is above `most`: with a unit between it and the nearest, no weight is lost
+            known = (begin > end) | (most - top <= 2 * FROM_UNIT)
+            running = tl.min(known.to(tl.int32), 0) == 0
+            if not running:
+                m_i = tl.where(begin > end, 0.0, tl.maximum(top, most - FROM_UNIT))
     blocks = (hi - low + (N - 1)) // N
     if number == 0:
         tl.store(read + item, tl.maximum(hi - blocks * N, lo))
@@ -246,16 +232,16 @@ def split(
 
 @triton.jit
 def join(
-    parts, units, totals, out, lse, bias, sizes, programs, reach,
+    parts, units, totals, out, lse, bias, sizes, programs,
     DV: tl.constexpr, VALUES: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
-    ALIGN: tl.constexpr, EARLY: tl.constexpr,
+    ALIGN: tl.constexpr, REACH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write a row's output, VALUES features of it, and its lse from what the programs of its head found."""
     item, row, slice_of = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key_heads = sizes.key_heads
     b, key_head = item // key_heads, item % key_heads
     h, query = key_head * sizes.group + row // sizes.queries, row % sizes.queries
-    counts, ends = programs_of(bias.slopes, sizes, programs, reach, N, HEADS)
+    counts, ends = programs_of(bias.slopes, sizes, programs, N, HEADS, REACH)
     mine = tl.arange(0, HEADS) == key_head
     count = tl.sum(tl.where(mine, counts, 0), 0)
     first = b * programs + tl.sum(tl.where(mine, ends, 0), 0) - count

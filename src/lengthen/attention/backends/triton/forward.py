@@ -156,22 +156,24 @@ def attend_tile(
 def attend(
     acc, l_i, m_i, q, head, rows, bias, here, lo, hi, full_lo, full_hi, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr, ALIGN: tl.constexpr,
-    BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Read the keys [lo, hi), with a mask only outside [full_lo, full_hi), from the nearest to the farthest."""
-    inner_hi = tl.maximum(tl.minimum(full_hi, hi), lo // N * N)
+    inner_hi = tl.maximum(tl.minimum(full_hi, tl.maximum(hi - 1, 0) // N * N), lo // N * N)
     inner_lo = tl.minimum(tl.maximum(full_lo, (lo + (N - 1)) // N * N), inner_hi)
     acc, l_i, m_i = attend_tile(
         acc, l_i, m_i, q, head, rows, bias, here, inner_hi, hi, scale, 0.0,
-        D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, EDGES, UNIT, PRECISION,
+        D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, EDGES, NEAR, PRECISION,
     )  # fmt: skip
+    if FAR == STAYING:
+        m_i = tl.where((m_i == float("-inf")) & (inner_lo < inner_hi), 0.0, m_i)
     acc, l_i, m_i = attend_tile(
         acc, l_i, m_i, q, head, rows, bias, here, inner_lo, inner_hi, scale, 0.0,
-        D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, SHOWN, UNIT, PRECISION,
+        D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, SHOWN, FAR, PRECISION,
     )  # fmt: skip
     acc, l_i, m_i = attend_tile(
         acc, l_i, m_i, q, head, rows, bias, here, lo // N * N, inner_lo, scale, 0.0,
-        D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, EDGES, UNIT, PRECISION,
+        D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, EDGES, NEAR, PRECISION,
     )  # fmt: skip
     return acc, l_i, m_i
 
@@ -196,7 +198,7 @@ def reach(spare, local, slope, tails, steps, unread, BIAS: tl.constexpr):
         return tl.max(tl.where(unread, far, float("-inf")), 0)
     spare = tl.where(spare == spare, spare, float("-inf"))
     least = tl.min(tl.where(unread, spare, float("inf")), 0)
-    above, start = 0, 0
+    above, start = steps * 0, steps * 0
     while start < steps:  # a table's tails fall: as many as are above are the first ones
         step = start + tl.arange(0, TAILS)
         tail = tl.load(tails + step, mask=step < steps, other=float("-inf"))
@@ -273,12 +275,12 @@ def forward(
     if BIAS != NONE:  # the highest score that any key can have, less log tolerance: −spare is this − lse
         bound = tl.full([M], float("inf"), tl.float32)
         if ball.parts > 0:
-            # By matrix products, since converting the queries to float32 would take longer. The centre is one of 16 bits.
+            # By matrix products, since converting the queries to float32 would take longer.
             feature, part, row_of = tl.arange(0, WIDTH), tl.arange(0, PARTS), tl.arange(0, M)
             squares = tl.dot(queries, tl.trans(queries), input_precision=PRECISION)
             squares = tl.sum(tl.where(row_of[:, None] == row_of[None, :], squares, 0.0), 1)
             centre = tl.load(ball.centre + of_keys * D + feature, mask=feature < D, other=0.0)
-            centre = (tl.zeros([16, WIDTH], tl.float32) + centre[None, :]).to(queries.dtype)
+            centre = (tl.zeros([16, WIDTH], tl.float32) + centre[None, :].to(tl.float32)).to(queries.dtype)
             along = tl.max(tl.dot(queries, tl.trans(centre), input_precision=PRECISION), 1)
             radius = tl.max(tl.load(ball.radius + of_keys * ball.parts + part, mask=part < ball.parts, other=0.0), 0)
             bound = scale2 * along + tl.abs(scale2) * tl.sqrt(squares) * (1 + SLACK) * radius + neg_log2_tolerance
@@ -298,7 +300,7 @@ def forward(
             start = tl.maximum(segment_lo, lo)
             acc, l_i, m_i = attend(
                 acc, l_i, m_i, faded, head, rows, bias, here, start, until, full_lo, full_hi, scale2,
-                D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, WHOLE, PRECISION,
+                D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, NEAR, FAR, PRECISION,
             )  # fmt: skip
             until, segment_lo = start, segment_lo - segment
             if until > lo:
@@ -307,7 +309,7 @@ def forward(
         if BIAS == NONE:
             acc, l_i, m_i = attend(
                 acc, l_i, m_i, queries, head, rows, bias, here, lo, hi, full_lo, full_hi, scale2,
-                D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, NEAR, PRECISION,
+                D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, NEAR, FAR, PRECISION,
             )  # fmt: skip
         else:
             start = tl.minimum(tl.maximum(here // N * N, low), tl.maximum(hi - 1, 0) // N * N)

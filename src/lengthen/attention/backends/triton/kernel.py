@@ -24,13 +24,14 @@ MATRIX = Matrix("*T", "i32", "i32", "i32")
 # What the arguments of kernels are, by name; those that are not here are numbers. *T points to the dtype of the queries.
 TYPES: dict[str, Any] = {
     **dict.fromkeys(("q", "k", "v", "out", "residual", "do", "dq", "dk", "dv", "x", "y"), MATRIX),
-    **dict.fromkeys(("lse", "d_lse", "log_sums", "deltas", "d_biases", "rates", "centre", "radius"), "*fp32"),
+    **dict.fromkeys(("lse", "d_lse", "log_sums", "deltas", "d_biases", "rates", "radius"), "*fp32"),
     **dict.fromkeys(("tiles", "d_table", "parts", "units", "totals"), "*fp32"),
     **dict.fromkeys(("spans", "far", "read"), "*i32"),
     **dict.fromkeys(("scale", "neg_log2_tolerance"), "fp32"),
+    "centre": "*T",
     "mask": Mask("*i32", "*i32", "i32", "i32", "i32", "i32", "*i32", "i32", "i32"),
     "bias": Bias("*fp32", "*fp32", "*fp32", "i32", "i32", "i32", "*fp32", "i32"),
-    "ball": Ball("*fp32", "*fp32", "i32"),
+    "ball": Ball("*T", "*fp32", "i32"),
     "sizes": Sizes("i32", "i32", "i32", "i32", "i32", "i32"),
 }
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -38,6 +39,13 @@ _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # w
 _runtime: Any = knobs.runtime
 
 Grid = tuple[int, int, int]
+
+
+def _pointing(kind: Any, pointer: str) -> Any:
+    """Return a type, or a named tuple of them, with a pointer's type for *T."""
+    if isinstance(kind, tuple):
+        return type(kind)(*(_pointing(x, pointer) for x in kind))
+    return pointer if kind == "*T" else kind
 
 
 class Variant:
@@ -92,11 +100,9 @@ class Kernel:
         aligned: dict[tuple[int, ...], Any] = {}
         for i, name in enumerate(names):
             kind = "constexpr" if name in given else TYPES.get(name, "i32")
-            if kind is MATRIX:
-                kind = MATRIX._replace(data=POINTERS[dtype])
-                if given["ALIGN"] > 1:
-                    aligned[i, 0] = [["tt.divisibility", 16]]
-            signature[name] = kind
+            if kind is MATRIX and given["ALIGN"] > 1:
+                aligned[i, 0] = [["tt.divisibility", 16]]
+            signature[name] = _pointing(kind, POINTERS[dtype])
         fixed = {(names.index(name),): value for name, value in given.items()}
         source = ASTSource(fn=self.function, signature=signature, constexprs=fixed, attrs=aligned)
         options = {"num_warps": shape.warps, "maxnreg": shape.registers, "enable_fp_fusion": True}

@@ -231,15 +231,11 @@ class Call:
         if not self.reaches or (given is None and sizes.keys <= shapes.SHORT):
             return Ball(self.nothing, self.nothing, 0)
         if given is not None:
-            centre, radius = given.centre, given.radius
-            if self.q.dtype != centre.dtype:  # of as many bits as keys have: the ball grows by what that moves it
-                rounded = centre.to(self.q.dtype).to(centre.dtype)
-                centre, radius = rounded, radius + 1.001 * (centre - rounded).norm(dim=-1)
-            return Ball(self._kept(centre.contiguous()), self._kept(radius.contiguous()), 1)
+            return Ball(self._kept(given.centre.contiguous()), self._kept(given.radius.contiguous()), 1)
         head_dim, _, width, _ = self.widths.sizes
         per_part = max(BALL_KEYS, -(-sizes.keys // (balls.PARTS.value * BALL_ROWS)) * BALL_ROWS)
         parts, items = -(-sizes.keys // per_part), sizes.batch * sizes.key_heads
-        centre = self._kept(self.q.new_empty(items * head_dim, dtype=torch.float32))
+        centre = self._kept(self.q.new_empty(items * head_dim))
         radius = self._kept(self.q.new_empty(items * parts, dtype=torch.float32))
         heads = power_of_2(sizes.heads, 1)
         shape = Shape(BALL_ROWS, BALL_ROWS, 4, 3)
@@ -330,19 +326,19 @@ def run_decode(call: Call, out: Tensor, lse: Tensor, read: Tensor) -> None:
     heads, steady = power_of_2(sizes.heads, 1), call.q.dtype != torch.float16
     split = widths.variant(
         *("split", shape, *widths.sizes, 16 if rows <= 16 else 64, shape.keys, heads, widths.align, call.kind),
-        *(call.two_sided, steady, sizes.queries > 1, widths.precision, widths.early),
+        *(call.two_sided, call.edged, reaches, steady, sizes.queries > 1, widths.precision, widths.early),
     )
     split(
         (sizes.batch, programs, 1),
         *(call.matrix(call.q), call.matrix(call.k), call.matrix(call.v), parts, units, totals, place(read), call.mask),
-        *(call.bias, ball, sizes, programs, int(reaches), call.problem.scale, call.neg_log2_tolerance),
+        *(call.bias, ball, sizes, programs, call.problem.scale, call.neg_log2_tolerance),
     )
     width = min(widths.sizes[3], JOINED)
-    numbers = (value_dim, width, JOINED_PARTS, shape.keys, heads, widths.align, widths.early)
+    numbers = (value_dim, width, JOINED_PARTS, shape.keys, heads, widths.align, reaches, widths.early)
     join = widths.variant("join", Shape(1, 1, 4, 1), *numbers)
     join(
         (sizes.batch * sizes.key_heads, rows, -(-value_dim // width)),
-        *(parts, units, totals, call.matrix(out), place(lse), call.bias, sizes, programs, int(reaches)),
+        *(parts, units, totals, call.matrix(out), place(lse), call.bias, sizes, programs),
     )
 
 
