@@ -147,7 +147,7 @@ class Table:
         return values[:, distance.clamp(min=0, max=last)]
 
     def tails(self, farthest: int, ahead: bool = False, step: int = 1) -> Tensor:
-        """Return T(D) at D = 0, step, 2·step, … to beyond the farthest distance, float64 `[heads, …]`: it only falls."""
+        """Return T(D) at D = 0, step, 2·step, … to beyond the farthest distance, float64 `[heads, …]`; it falls."""
         values = _side(self, ahead).detach().double()  # a long sum: float32 would lose what the proof counts on
         known, count = values[:, : farthest + 1], farthest // step + 2
         groups = -(-known.shape[1] // step)

@@ -18,6 +18,7 @@ from lengthen.attention.reach import Ball
 BACKENDS: dict[str, ModuleType] = {"reference": reference, "native": native, "chunked": chunked, "triton": triton}
 # In the order of preference, by device; `chunked` takes everything, on any.
 ORDER: dict[str, tuple[ModuleType, ...]] = {"cuda": (native, triton, chunked), "cpu": (native, chunked)}
+AUTOCAST = tuple(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 _CAUSAL = Causal()
 
 # What people who come from torch's attention ask for, and what it is called here.
@@ -117,7 +118,7 @@ def attention(
     )
     chosen = pick(problem, backend)
     # Scores, distances and sums stay in float32 and more: autocast would put them into 16 bits.
-    if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
+    if q.device.type in AUTOCAST and torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
             out, lse = chosen.run(problem)
     else:

@@ -9,7 +9,7 @@ returns out and lse. reference.py defines what they are.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from lengthen.attention.reach import Ball, default_tolerance
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@dataclass(frozen=True, eq=False)
-class Problem:
+class Problem(NamedTuple):
     """A call that fits together, with its defaults filled in; made by `pose`."""
 
     q: Tensor

@@ -100,7 +100,7 @@ class Ball:
         """Refuse keys that it is not a ball of, as far as can be told without looking at them."""
         on_device("ball", self.centre, k.device)
         if self.centre.dtype != k.dtype:
-            raise TypeError(f"ball: expected one of keys in {k.dtype} like k, got a centre that is {describe(self.centre)}")
+            raise TypeError(f"ball: expected one of keys in {k.dtype} like k, its centre is {describe(self.centre)}")
         if self.centre.shape != (*k.shape[:2], k.shape[3]) or self.radius.shape != k.shape[:2]:
             raise ValueError(
                 f"ball: expected a centre of shape {[*k.shape[:2], k.shape[3]]} and a radius of {list(k.shape[:2])}, "

@@ -64,11 +64,8 @@ def problem_of(*arguments: Any) -> Problem:
     bias = None
     if behind is not None:
         bias = Linear(behind, ahead) if linear else Table(behind, ahead, extended)
-    mask: Mask
-    if first is None:
-        mask = of_band(shift, block, two_sided)
-    else:
-        mask = (Listed if two_sided else ListedBehind)(first, last)
+    listed = Listed if two_sided else ListedBehind
+    mask: Mask = of_band(shift, block, two_sided) if first is None else listed(first, last)
     decay = None if rates is None else Decay(rates, floor)
     ball = None if centre is None else Ball(centre, radius, k.shape[2])
     return Problem(q, k, v, bias, decay, mask, scale, q_start if starts is None else starts, tolerance, ball)

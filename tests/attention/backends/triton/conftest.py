@@ -97,30 +97,6 @@ def make_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
 
 
-@pytest.fixture(scope="session")
-def qkv() -> Callable[..., Call]:
-    """Return a function that draws queries, keys and values."""
-
-    def draw(
-        batch: int,
-        heads: int,
-        queries: int,
-        head_dim: int = 16,
-        *,
-        keys: int | None = None,
-        key_heads: int | None = None,
-        value_dim: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-    ) -> Call:
-        keys, key_heads = queries if keys is None else keys, heads if key_heads is None else key_heads
-        sizes = {"q": (heads, queries, head_dim), "k": (key_heads, keys, head_dim)}
-        sizes["v"] = (key_heads, keys, head_dim if value_dim is None else value_dim)
-        return {name: torch.randn(batch, *size).to(device, dtype) for name, size in sizes.items()}
-
-    return draw
-
-
 class Around(Mask):
     """A mask as somebody may write one: three keys on either side."""
 
@@ -137,46 +113,57 @@ class EverySecond(Causal):
         return torch.where(position % 2 == 1, position - 1, position - 11), position
 
 
-@pytest.fixture(scope="session")
-def mask_of() -> Callable[..., Any]:
-    """Return a function that makes a mask by name, such as "window padded", for 2 sequences of a length."""
-
-    def make(name: str, length: int, device: str = "cpu") -> Any:
-        kind, *more = name.split()
-        mask: Any = {
-            "causal": Causal(),
-            "window": Window(length // 4 + 1),
-            "blockwise": Blockwise(length // 5 + 1),
-            "full": Bidirectional(),
-            "around": Around(),
-            "second": EverySecond(),
-        }[kind]
-        if "padded" in more:
-            bounds = torch.tensor([[0, length // 2 + 3], [length - length // 4, length]], device=device)
-            mask = mask.padded(*bounds)
-        if "packed" in more:
-            starts = [torch.arange(length) // size * size for size in (length // 2 + 5, length // 3 + 1)]
-            mask = mask.packed(torch.stack(starts).to(device))
-        return mask
-
-    return make
+def mask_of(name: str, length: int, device: str) -> Any:
+    """Return a mask by name, such as "window padded", for 2 sequences of a length."""
+    kind, *more = name.split()
+    mask: Any = {
+        "causal": Causal(),
+        "window": Window(length // 4 + 1),
+        "blockwise": Blockwise(length // 5 + 1),
+        "full": Bidirectional(),
+        "around": Around(),
+        "second": EverySecond(),
+    }[kind]
+    if "padded" in more:
+        mask = mask.padded(*torch.tensor([[0, length // 2 + 3], [length - length // 4, length]], device=device))
+    if "packed" in more:
+        starts = [torch.arange(length) // size * size for size in (length // 2 + 5, length // 3 + 1)]
+        mask = mask.packed(torch.stack(starts).to(device))
+    return mask
 
 
 @pytest.fixture(scope="session")
-def bias_of(table_for: Callable[..., Table]) -> Callable[..., Any]:
-    """Return a function that makes a bias by name, such as "linear ahead", for a call."""
+def draw(table_for: Callable[..., Table]) -> Callable[..., Call]:
+    """Return a function that draws queries, keys and values, with a mask and a bias by name, such as "table ahead"."""
 
-    def make(name: str, call: Call) -> Any:
-        heads, device = call["q"].shape[1], call["q"].device
-        kind, ahead = name.split()[0], "ahead" in name
-        if kind == "none":
-            return None
-        if kind == "table":
-            return table_for({"mask": Causal()} | call, ahead=ahead, dtype=torch.float32)
-        if kind == "extended":
-            return Table(*(torch.randn(heads, n, device=device) for n in (13, 9)[: 1 + ahead]), extended=True)
-        slopes = 2.0 ** -torch.linspace(0.5, 5, heads, device=device)
-        return Linear(slopes, 1.5 * slopes.flip(0) if ahead else None)
+    def make(
+        batch: int,
+        heads: int,
+        queries: int,
+        head_dim: int = 16,
+        keys: int | None = None,
+        key_heads: int | None = None,
+        value_dim: int | None = None,
+        mask: str = "causal",
+        bias: str = "none",
+        q_start: Any = None,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> Call:
+        keys, key_heads = keys or queries, key_heads or heads
+        sizes = ((heads, queries, head_dim), (key_heads, keys, head_dim), (key_heads, keys, value_dim or head_dim))
+        q, k, v = (torch.randn(batch, *size).to(device, dtype) for size in sizes)
+        call: Call = {"q": q, "k": k, "v": v, "mask": mask_of(mask, keys, device), "bias": None, "q_start": q_start}
+        kind, ahead = bias.split()[0], "ahead" in bias
+        if kind == "linear":
+            slopes = 2.0 ** -torch.linspace(0.5, 5, heads, device=device)
+            call["bias"] = Linear(slopes, 1.5 * slopes.flip(0) if ahead else None)
+        elif kind == "table":
+            call["bias"] = table_for(call, ahead=ahead, dtype=torch.float32)
+        elif kind == "extended":
+            parts = [torch.randn(heads, n, device=device) for n in (13, 9)[: 1 + ahead]]
+            call["bias"] = Table(*parts, extended=True)
+        return call
 
     return make
 
@@ -186,7 +173,7 @@ def check(assert_as_defined: Callable[..., None]) -> Callable[..., None]:
     """Return a function that checks the kernels' out, lse and gradients of a call against the reference in float64."""
 
     def compare(call: Call, **within: float) -> None:
-        assert_as_defined({"mask": Causal()} | call, "triton", **{"rest": 1e-5} | SUMS | within)
+        assert_as_defined(call, "triton", **{"rest": 1e-5} | SUMS | within)
 
     return compare
 
@@ -226,18 +213,18 @@ def check_forward() -> Callable[..., tuple[Tensor, Tensor]]:
 @pytest.fixture(scope="session")
 def spans() -> Callable[[Call], Tensor]:
     """Return a function that gives the keys [lo, hi) which the kernels read, `[2, batch, heads, query blocks]`."""
-    return lambda call: triton.spans(pose(**{"mask": Causal()} | call))
+    return lambda call: triton.spans(pose(**call))
 
 
 @pytest.fixture
 def flags() -> Callable[[Call], Tensor]:
     """Return a function that gives what the forward flags for repair, `[2, batch, heads, blocks]`: lost, not finite."""
-    return lambda call: triton.attend(pose(**{"mask": Causal()} | call), False)[3][4:]
+    return lambda call: triton.attend(pose(**call), False)[3][4:]
 
 
 @pytest.fixture(scope="session")
 def any_call(
-    qkv: Callable[..., Call], documents: Callable[..., Any], table_for: Callable[..., Table]
+    draw: Callable[..., Call], documents: Callable[..., Any], table_for: Callable[..., Table]
 ) -> Callable[..., Call]:
     """Return a function that draws any call that the kernels take, decays apart."""
 
@@ -249,7 +236,7 @@ def any_call(
         queries = data.draw(st.integers(1, most_queries), label="queries")
         keys = data.draw(st.one_of(st.just(queries), st.integers(1, 75), st.sampled_from([16, 32, 64])), label="keys")
         heads = key_heads * group
-        call = qkv(batch, heads, queries, head_dim, keys=keys, key_heads=key_heads, value_dim=value_dim)
+        call = draw(batch, heads, queries, head_dim, keys=keys, key_heads=key_heads, value_dim=value_dim)
         place = st.one_of(st.integers(-queries - 3, keys + 3), st.integers(keys + 20, keys + 60))
         q_start = data.draw(st.one_of(st.none(), place) if queries <= keys else place, label="q_start")
         stands = keys - queries if q_start is None else q_start

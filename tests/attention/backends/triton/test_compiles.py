@@ -103,7 +103,7 @@ BRANCHES: dict[str, dict[str, dict[str, set[Any]]]] = {
         "ball": {"BIAS": {1, 2, 3}},
         "forward": PLAIN | {"STEADY": EITHER, "DECAY": EITHER},
         "repair": PLAIN | {"STEADY": EITHER, "DECAY": EITHER},
-        "scale_rows": {"GROW": {True}},
+        "scale_rows": {"GROW": EITHER},
     },
     "backward": {
         "bwd_dq": PULLED,
@@ -171,7 +171,8 @@ def run(
     rate = 0.98 if dtype == torch.float16 else 0.9  # so fast that there are several segments
     fast = Decay(torch.full((dim,), rate)) if decay else None
     ball = Ball.around(k) if few else None
-    out, lse = triton.run(pose(q, k, v, given, fast, mask_of(mask), ball=ball))
+    with torch.set_grad_enabled(not few):
+        out, lse = triton.run(pose(q, k, v, given, fast, mask_of(mask), ball=ball))
     if leaves:
         torch.autograd.grad(out.sum() + lse.sum(), leaves, allow_unused=True)
 

@@ -20,11 +20,11 @@ from lengthen.attention.backends.ops import flat
 from lengthen.attention.op import pick
 from lengthen.attention.problem import pose
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 Call = dict[str, Any]
+Draw = Callable[..., Call]
+Flags = Callable[[Call], Tensor]
+Compare = Callable[..., None]
 Gradients = Callable[..., dict[str, Tensor]]
 # How far out, gradients, and those of a bias may be off, relative to their norms.
 WITHIN = {torch.bfloat16: (6e-3, 1.2e-2, 5e-2), torch.float16: (1e-3, 2e-3, 2e-2), torch.float32: (3e-6, 2e-5, 1e-4)}
@@ -65,9 +65,9 @@ def no_waiting() -> Iterator[Callable[[], None]]:
 
 
 @pytest.fixture
-def alibi(qkv: Callable[..., Call]) -> Call:
+def alibi(draw: Draw) -> Call:
     """Return a call with ALiBi in bfloat16, long enough for reach."""
-    call = qkv(2, 4, 900, 64, key_heads=2, dtype=torch.bfloat16, device="cuda")
+    call = draw(2, 4, 900, 64, key_heads=2, dtype=torch.bfloat16, device="cuda")
     return call | {"bias": Linear(alibi_slopes(4).cuda())}
 
 
@@ -93,24 +93,17 @@ def compare(gradients: Gradients) -> Callable[..., None]:
 @DTYPES
 @pytest.mark.parametrize(("mask", "bias", "head_dim"), PAIRS)
 def test_is_the_reference_for_many_shapes(
-    mask: str,
-    bias: str,
-    head_dim: int,
-    dtype: torch.dtype,
-    qkv: Callable[..., Call],
-    mask_of: Callable[..., Any],
-    bias_of: Callable[..., Any],
-    compare: Callable[..., None],
+    mask: str, bias: str, head_dim: int, dtype: torch.dtype, draw: Draw, compare: Compare
 ) -> None:
-    draw = random.Random(f"{mask}, {bias}, {dtype}")
-    for length in (1, 64, 512, *(draw.randint(2, 700) for _ in range(4))):
-        group, key_heads = draw.choice([(1, 2), (2, 1), (2, 2)])
-        keys = length if "p" in mask.split()[-1] else draw.choice([length, length, draw.randint(length, 700)])
-        call = qkv(2, group * key_heads, length, head_dim, keys=keys, key_heads=key_heads, dtype=dtype, device="cuda")
-        if draw.random() < 0.5:  # heads beside each other in memory, as projections give them
+    dice = random.Random(f"{mask}, {bias}, {dtype}")
+    made = {"mask": mask, "bias": bias, "dtype": dtype, "device": "cuda"}
+    for length in (1, 64, 512, *(dice.randint(2, 700) for _ in range(4))):
+        group, key_heads = dice.choice([(1, 2), (2, 1), (2, 2)])
+        keys = length if "p" in mask.split()[-1] else dice.choice([length, length, dice.randint(length, 700)])
+        call = draw(2, group * key_heads, length, head_dim, keys=keys, key_heads=key_heads, **made)
+        if dice.random() < 0.5:  # heads beside each other in memory, as projections give them
             call["q"] = call["q"].transpose(1, 2).contiguous().transpose(1, 2)
-        call["mask"] = mask_of(mask, keys, device="cuda")
-        call["bias"], call["tolerance"] = bias_of(bias, call), draw.choice([None, 0])
+        call["tolerance"] = dice.choice([None, 0])
         compare(call, times=8 if length < 16 else 1)  # of few keys, gradients are differences of like numbers
 
 
@@ -118,22 +111,18 @@ def test_is_the_reference_for_many_shapes(
 @pytest.mark.parametrize("segment", [256, 1024])  # 700 keys are in three, or in one
 @pytest.mark.parametrize(("mask", "head_dim"), [("causal", 64), ("blockwise", 128)])
 def test_a_decay_is_the_reference_s(
-    mask: str,
-    head_dim: int,
-    segment: int,
-    dtype: torch.dtype,
-    qkv: Callable[..., Call],
-    mask_of: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
+    mask: str, head_dim: int, segment: int, dtype: torch.dtype, draw: Draw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton, "SEGMENT", segment)
     decay = Decay(torch.linspace(0.995, 1, head_dim, dtype=torch.float64, device="cuda"))
     for queries, heads in ((700, 2), (333, 4), (3, 4)):
-        call = qkv(2, heads, queries, head_dim, keys=700, key_heads=2, dtype=dtype, device="cuda")
-        found = []
+        call, found = (
+            draw(2, heads, queries, head_dim, keys=700, key_heads=2, mask=mask, dtype=dtype, device="cuda"),
+            [],
+        )
         for backend, wide in (("triton", dtype), ("reference", torch.float64)):
             leaves = [call[name].to(wide).requires_grad_() for name in "qkv"]
-            out = lengthen.attention(*leaves, decay=decay, mask=mask_of(mask, 700, device="cuda"), backend=backend)
+            out = lengthen.attention(*leaves, decay=decay, mask=call["mask"], backend=backend)
             found.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
         for ours, theirs in zip(*found, strict=True):  # queries and keys are rounded once more, with the decay in them
             assert (ours.double() - theirs).norm() <= 3 * WITHIN[dtype][1] * theirs.norm()
@@ -143,11 +132,11 @@ def test_a_decay_is_the_reference_s(
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("bias", ["linear", "none", "table", "extended"])
 def test_few_queries_against_many_keys_are_the_reference_s(
-    bias: str, head_dim: int, dtype: torch.dtype, qkv: Callable[..., Call], bias_of: Callable[..., Any]
+    bias: str, head_dim: int, dtype: torch.dtype, draw: Draw
 ) -> None:
     for batch, heads, key_heads, queries, keys in ((1, 8, 8, 1, 5000), (3, 8, 2, 1, 3000), (2, 4, 2, 5, 777)):
-        call = qkv(batch, heads, queries, head_dim, keys=keys, key_heads=key_heads, dtype=dtype, device="cuda")
-        call["bias"] = Linear(alibi_slopes(heads).cuda()) if bias == "linear" else bias_of(bias, call)
+        made = {"bias": bias, "dtype": dtype, "device": "cuda"}
+        call = draw(batch, heads, queries, head_dim, keys=keys, key_heads=key_heads, **made)
         wide = call | {name: call[name].double() for name in "qkv"}
         expected, log_sum = lengthen.attention(**wide, backend="reference", return_lse=True)
         ball = Ball.around(call["k"])
@@ -158,19 +147,15 @@ def test_few_queries_against_many_keys_are_the_reference_s(
 
 
 @pytest.mark.parametrize("q_start", [-100, -17, 30, 300, 411, 900, 20_000])
-def test_queries_may_stand_anywhere(
-    q_start: int, qkv: Callable[..., Call], compare: Callable[..., None], flags: Callable[[Call], Tensor]
-) -> None:
-    call = qkv(1, 2, 150, 64, keys=400, dtype=torch.bfloat16, device="cuda") | {"q_start": q_start}
+def test_queries_may_stand_anywhere(q_start: int, draw: Draw, compare: Compare, flags: Flags) -> None:
+    call = draw(1, 2, 150, 64, keys=400, q_start=q_start, dtype=torch.bfloat16, device="cuda")
     call["bias"] = Linear(torch.tensor([0.3, 0.01], device="cuda"))
     assert not flags(call).any()  # even all keys far behind are no reason to do it again
     compare(call, times=4)
 
 
-def test_a_long_sequence_is_read_in_part_and_within_tolerance(
-    qkv: Callable[..., Call], spans: Callable[[Call], Tensor]
-) -> None:
-    call = qkv(1, 4, 4096, 64, dtype=torch.bfloat16, device="cuda")
+def test_a_long_sequence_is_read_in_part_and_within_tolerance(draw: Draw, spans: Callable[[Call], Tensor]) -> None:
+    call = draw(1, 4, 4096, 64, dtype=torch.bfloat16, device="cuda")
     slopes, eps = alibi_slopes(4).cuda(), torch.finfo(torch.bfloat16).eps
     tables = -slopes[:, None] * torch.arange(4096, device="cuda")
     for bias in (Linear(slopes), Table(tables)):
@@ -198,11 +183,9 @@ def test_gradients_repeat_to_the_bit(kind: str, alibi: Call, gradients: Gradient
 # Hard numbers.
 
 
-def test_a_far_key_that_outweighs_all_before_it_gets_its_gradient(
-    qkv: Callable[..., Call], flags: Callable[[Call], Tensor], compare: Callable[..., None]
-) -> None:
+def test_a_far_key_that_outweighs_all_before_it_gets_its_gradient(draw: Draw, flags: Flags, compare: Compare) -> None:
     # The weight of the key at 500 is too large for float32, so the block is done again; the one at 1,800 wins.
-    call = qkv(1, 1, 2048, 64, device="cuda") | {"bias": Linear(torch.tensor([0.02], device="cuda")), "scale": 1.0}
+    call = draw(1, 1, 2048, 64, device="cuda") | {"bias": Linear(torch.tensor([0.02], device="cuda")), "scale": 1.0}
     call["q"], call["k"] = 0.01 * call["q"], 0.01 * call["k"]
     call["q"][..., 0], call["k"][..., 0] = 1.0, 0.0
     call["k"][0, 0, [2047 - 500, 2047 - 1800], 0] = torch.tensor([160.0, 240.0], device="cuda")
@@ -213,9 +196,9 @@ def test_a_far_key_that_outweighs_all_before_it_gets_its_gradient(
 @pytest.mark.parametrize("slope", [1e3, 1e6])
 @DTYPES
 def test_a_slope_may_be_steep(
-    slope: float, dtype: torch.dtype, qkv: Callable[..., Call], gradients: Gradients, compare: Callable[..., None]
+    slope: float, dtype: torch.dtype, draw: Draw, gradients: Gradients, compare: Compare
 ) -> None:
-    call = qkv(1, 2, 700, 64, dtype=dtype, device="cuda")
+    call = draw(1, 2, 700, 64, dtype=dtype, device="cuda")
     call["bias"] = Linear(torch.tensor([slope, slope], device="cuda"))  # each query sees itself alone
     got, expected = gradients(call, "triton"), gradients(call, "reference", dtype=torch.float64)
     for name in ("out", "dv"):
@@ -225,9 +208,9 @@ def test_a_slope_may_be_steep(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_in_16_bits_gradients_survive_values_that_share_a_mean(
-    dtype: torch.dtype, qkv: Callable[..., Call], gradients: Gradients
+    dtype: torch.dtype, draw: Draw, gradients: Gradients
 ) -> None:
-    call = qkv(1, 4, 1024, 64, dtype=dtype, device="cuda") | {"bias": Linear(alibi_slopes(4).cuda())}
+    call = draw(1, 4, 1024, 64, dtype=dtype, device="cuda") | {"bias": Linear(alibi_slopes(4).cuda())}
     call["v"] = call["v"] + 10
     got, expected = gradients(call, "triton"), gradients(call, "reference", dtype=torch.float64)
     for name in ("dq", "dk", "dslopes"):
@@ -240,7 +223,7 @@ def test_in_16_bits_gradients_survive_values_that_share_a_mean(
 @pytest.mark.parametrize("mask", [Causal(), Bidirectional()], ids=["causal", "full"])
 @pytest.mark.parametrize("bias", ["none", "linear", "table"])
 def test_what_is_hidden_reaches_no_result_and_no_gradient(
-    bias: str, mask: Any, kind: str, odd: float, qkv: Callable[..., Call], bias_of: Callable[..., Any]
+    bias: str, mask: Any, kind: str, odd: float, draw: Draw
 ) -> None:
     real = torch.ones(600, dtype=torch.bool, device="cuda")
     if kind == "padded":
@@ -249,8 +232,8 @@ def test_what_is_hidden_reaches_no_result_and_no_gradient(
     else:
         mask = mask.packed(torch.tensor([[0] * 203 + [203] * 97 + [300] * 300], device="cuda"))
         real[203:300] = False
-    call = qkv(1, 2, 600, 64, key_heads=1, dtype=torch.bfloat16, device="cuda") | {"mask": mask}
-    call["bias"], weight = bias_of(bias, call), torch.randn(1, 2, 600, 64, device="cuda").bfloat16()
+    call = draw(1, 2, 600, 64, key_heads=1, mask="full", bias=bias, dtype=torch.bfloat16, device="cuda")
+    weight = torch.randn(1, 2, 600, 64, device="cuda").bfloat16()
 
     def results() -> list[Tensor]:
         leaves = [call[name].detach().clone().requires_grad_() for name in "qkv"]
@@ -267,10 +250,8 @@ def test_what_is_hidden_reaches_no_result_and_no_gradient(
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("where", "qkv")
 @pytest.mark.parametrize("mask", [Causal(), Window(100), Bidirectional()], ids=["causal", "window", "full"])
-def test_odd_inputs_reach_whom_they_would_reach_in_the_reference(
-    mask: Any, where: str, odd: float, qkv: Callable[..., Call]
-) -> None:
-    call = qkv(2, 2, 600, 64, device="cuda") | {"mask": mask}
+def test_odd_inputs_reach_whom_they_would_reach_in_the_reference(mask: Any, where: str, odd: float, draw: Draw) -> None:
+    call = draw(2, 2, 600, 64, device="cuda") | {"mask": mask}
     # Weights vanish at a distance of 2, or nowhere: where they are almost 0, a GPU's arithmetic is not the reference's.
     call["bias"] = Linear(torch.tensor([60.0, 0.02], device="cuda"))
     call[where][0, 0, 7, 3] = call[where][0, 1, 301, 0] = call[where][0, 1, 420, 0] = odd
@@ -282,8 +263,8 @@ def test_odd_inputs_reach_whom_they_would_reach_in_the_reference(
 
 
 @pytest.mark.parametrize("queries", [600, 2], ids=["many", "decoded"])
-def test_a_key_that_is_nan_and_its_value_infinite(queries: int, qkv: Callable[..., Call]) -> None:
-    call = qkv(1, 2, queries, 64, keys=600, dtype=torch.bfloat16, device="cuda")
+def test_a_key_that_is_nan_and_its_value_infinite(queries: int, draw: Draw) -> None:
+    call = draw(1, 2, queries, 64, keys=600, dtype=torch.bfloat16, device="cuda")
     call["bias"] = Linear(torch.tensor([0.02, 0.5], device="cuda"))
     call["k"][0, :, 599, 1], call["v"][0, :, 599] = torch.nan, torch.inf
     out = lengthen.attention(**call, backend="triton")
@@ -291,7 +272,7 @@ def test_a_key_that_is_nan_and_its_value_infinite(queries: int, qkv: Callable[..
     assert bool(out[:, :, :-1].isfinite().all())
 
 
-def test_one_odd_row_repairs_only_its_head(alibi: Call, flags: Callable[[Call], Tensor]) -> None:
+def test_one_odd_row_repairs_only_its_head(alibi: Call, flags: Flags) -> None:
     before = lengthen.attention(**alibi)
     alibi["q"][1, 2, 500, 3] = torch.nan
     assert flags(alibi)[1].any(-1).nonzero().tolist() == [[1, 2]]
@@ -305,13 +286,11 @@ def test_one_odd_row_repairs_only_its_head(alibi: Call, flags: Callable[[Call], 
 # What is compiled, where it runs, and what it takes.
 
 
-def test_a_call_that_differs_in_no_constant_compiles_nothing(
-    qkv: Callable[..., Call], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_differs_in_no_constant_compiles_nothing(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
     def step(batch: int, length: int, key_heads: int, mask: Any, beside: bool = False) -> None:
-        call = qkv(batch, 4, length, 64, key_heads=key_heads, dtype=torch.bfloat16, device="cuda")
+        call = draw(batch, 4, length, 64, key_heads=key_heads, dtype=torch.bfloat16, device="cuda")
         if beside:
-            call = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in call.items()}
+            call |= {name: call[name].transpose(1, 2).contiguous().transpose(1, 2) for name in "qkv"}
         leaves = [call[name].requires_grad_() for name in "qkv"]
         bias = Linear(alibi_slopes(4).cuda())
         lengthen.attention(*leaves, bias=bias, mask=mask).sum().backward()
@@ -331,13 +310,13 @@ def test_a_call_that_differs_in_no_constant_compiles_nothing(
 
 
 def test_a_window_past_everything_is_the_sequence(alibi: Call) -> None:
-    outs = [lengthen.attention(**alibi, mask=mask) for mask in (Window(100), Window(2**40), Causal())]
+    outs = [lengthen.attention(**alibi | {"mask": mask}) for mask in (Window(100), Window(2**40), Causal())]
     assert torch.equal(outs[1], outs[2])
     assert not torch.equal(outs[0], outs[2])
 
 
-def test_plain_attention_in_float32_holds_no_matrix_of_scores(qkv: Callable[..., Call]) -> None:
-    call = qkv(1, 8, 16_384, 64, key_heads=2, device="cuda")
+def test_plain_attention_in_float32_holds_no_matrix_of_scores(draw: Draw) -> None:
+    call = draw(1, 8, 16_384, 64, key_heads=2, device="cuda")
     leaves = [call[name].requires_grad_() for name in "qkv"]
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -346,24 +325,24 @@ def test_plain_attention_in_float32_holds_no_matrix_of_scores(qkv: Callable[...,
     assert torch.cuda.max_memory_allocated() - before < 2**29  # all scores of a head alone would take 2³⁰
 
 
-def test_the_call_picks_the_kernels(alibi: Call, mask_of: Callable[..., Any]) -> None:
+def test_the_call_picks_the_kernels(alibi: Call, draw: Draw) -> None:
     def picked(**change: Any) -> Any:
-        return pick(pose(**{"mask": Causal(), "needs_lse": False} | alibi | change))
+        return pick(pose(**{"needs_lse": False} | alibi | change))
 
     assert picked() is triton
     assert picked(mask=Bidirectional()) is triton
-    assert picked(mask=mask_of("around", 900)) is triton  # a mask of one's own
-    assert picked(mask=mask_of("second padded", 900, device="cuda"), bias=None) is triton
+    assert picked(mask=draw(1, 1, 900, mask="around")["mask"]) is triton  # a mask of one's own
+    assert picked(mask=draw(1, 1, 900, mask="second padded", device="cuda")["mask"], bias=None) is triton
     assert picked(bias=None, needs_lse=True) is triton
     assert picked(bias=None) is native
     assert picked(bias=None, **{name: alibi[name].float() for name in "qkv"}) is triton
     assert picked(**{name: alibi[name].double() for name in "qkv"}) is chunked
 
 
-def test_two_threads_on_one_stream_do_not_disturb_each_other(qkv: Callable[..., Call], gradients: Gradients) -> None:
+def test_two_threads_on_one_stream_do_not_disturb_each_other(draw: Draw, gradients: Gradients) -> None:
     calls = []
     for length in (800, 1300):
-        call = qkv(2, 4, length, 64, key_heads=2, dtype=torch.bfloat16, device="cuda")
+        call = draw(2, 4, length, 64, key_heads=2, dtype=torch.bfloat16, device="cuda")
         calls.append(call | {"bias": Linear(alibi_slopes(4).cuda())})
     expected, wrong = [gradients(call, "triton") for call in calls], []
 
@@ -384,10 +363,11 @@ def test_two_threads_on_one_stream_do_not_disturb_each_other(qkv: Callable[..., 
 def test_a_model_on_the_second_gpu(alibi: Call, gradients: Gradients) -> None:
     expected = gradients(alibi, "triton")
     there = {name: alibi[name].to("cuda:1") for name in "qkv"} | {"bias": Linear(alibi["bias"].slopes.to("cuda:1"))}
-    for name, got in gradients(there, "triton").items():  # while the first is the current one
+    for name, got in gradients(alibi | there, "triton").items():  # while the first is the current one
         assert torch.equal(got.to("cuda:0"), expected[name]), name
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 def test_a_cuda_graph_replays_forward_and_backward(alibi: Call) -> None:
     inputs = [alibi[name].requires_grad_() for name in "qkv"]
 
@@ -426,16 +406,15 @@ def assert_replayed(step: Callable[[], tuple[Tensor, ...]], call: Call) -> None:
         assert torch.equal(got, expected.detach())
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("kind", ["linear", "table", "extended", "padded", "own mask", "decoded"])
-def test_the_cpu_never_waits(
-    kind: str, alibi: Call, mask_of: Callable[..., Any], no_waiting: Callable[[], None]
-) -> None:
+def test_the_cpu_never_waits(kind: str, alibi: Call, draw: Draw, no_waiting: Callable[[], None]) -> None:
     if kind in ("table", "extended"):
         alibi["bias"] = Table(torch.rand(4, 900 if kind == "table" else 50, device="cuda"), extended=kind == "extended")
     elif kind == "padded":
         alibi["mask"] = Causal().padded(torch.tensor([0, 333], device="cuda"))
     elif kind == "own mask":
-        alibi["mask"] = mask_of("second", 900)
+        alibi["mask"] = draw(1, 1, 900, mask="second")["mask"]
     elif kind == "decoded":
         alibi["q"] = alibi["q"][:, :, :1].clone()
     learned = [x for x in alibi["bias"].tensors if x is not None]
@@ -449,7 +428,7 @@ def test_the_cpu_never_waits(
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's, which differ from version to version
-def test_compiled_into_one_graph_for_all_lengths(qkv: Callable[..., Call]) -> None:
+def test_compiled_into_one_graph_for_all_lengths(draw: Draw) -> None:
     def layer(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
         return lengthen.attention(q, k, v, bias=Linear(slopes)).sin()
 
@@ -458,7 +437,7 @@ def test_compiled_into_one_graph_for_all_lengths(qkv: Callable[..., Call]) -> No
     slopes = alibi_slopes(4).cuda().requires_grad_()
 
     def step(length: int) -> None:
-        call = qkv(1, 4, length, 64, dtype=torch.bfloat16, device="cuda")
+        call = draw(1, 4, length, 64, dtype=torch.bfloat16, device="cuda")
         inputs = [call[name].requires_grad_() for name in "qkv"]
         outs = [function(*inputs, slopes) for function in (compiled, layer)]
         grads = [torch.autograd.grad(out.float().square().sum(), [*inputs, slopes]) for out in outs]
@@ -476,9 +455,9 @@ def test_compiled_into_one_graph_for_all_lengths(qkv: Callable[..., Call]) -> No
 def test_the_ops_are_what_torch_asks_of_ops(alibi: Call) -> None:
     many = {name: alibi[name][:, :, :100].detach().requires_grad_() for name in "qkv"}
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    problem = pose(**many, bias=alibi["bias"], mask=Window(50))
+    problem = pose(**alibi | many | {"mask": Window(50)})
     torch.library.opcheck(triton.attend_op.op, flat(problem), test_utils=checks)
-    few = pose(**alibi | {"q": alibi["q"][:, :, :1]}, mask=Causal(), ball=Ball.around(alibi["k"]))
+    few = pose(**alibi | {"q": alibi["q"][:, :, :1]}, ball=Ball.around(alibi["k"]))
     torch.library.opcheck(triton.decode_op.op, flat(few), test_utils=("test_schema", "test_faketensor"))
 
 

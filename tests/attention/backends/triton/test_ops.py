@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lengthen
 from lengthen import Bidirectional, Causal, Decay, Linear, Table, Window
@@ -16,6 +15,7 @@ from lengthen.attention.op import pick
 from lengthen.attention.problem import pose
 
 Call = dict[str, Any]
+Draw = Callable[..., Call]
 SLOPES = torch.tensor([1.0, 0.2])
 
 
@@ -37,16 +37,16 @@ OPTIONS: dict[str, Callable[[], Call]] = {
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_torch_finds_nothing_wrong_with_the_op(case: str, qkv: Callable[..., Call]) -> None:
+def test_torch_finds_nothing_wrong_with_the_op(case: str, draw: Draw) -> None:
     dtype = torch.float16 if case == "16 bits" else torch.float32
-    call = qkv(1, 2, 17, keys=20, key_heads=1, value_dim=24, dtype=dtype)
-    call |= {name: x.requires_grad_() for name, x in call.items()}
+    call = draw(1, 2, 17, keys=20, key_heads=1, value_dim=24, dtype=dtype)
+    call |= {name: call[name].requires_grad_() for name in "qkv"}
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    problem = pose(**{"mask": Causal()} | call | OPTIONS[case]())
+    problem = pose(**call | OPTIONS[case]())
     torch.library.opcheck(triton.attend_op.op, flat(problem), test_utils=checks[: 4 if case == "both sides" else 3])
 
 
-def test_one_graph_serves_all_lengths(qkv: Callable[..., Call], compiler: None) -> None:
+def test_one_graph_serves_all_lengths(draw: Draw, compiler: None) -> None:
     slopes = SLOPES.clone().requires_grad_()
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def test_one_graph_serves_all_lengths(qkv: Callable[..., Call], compiler: None) 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
 
     def step(queries: int, keys: int) -> None:
-        call = qkv(1, 2, queries, keys=keys)
+        call = draw(1, 2, queries, keys=keys)
         outs = [function(*(call[name] for name in "qkv")) for function in (compiled, layer)]
         grads = [torch.autograd.grad(out.sum(), slopes)[0] for out in outs]
         assert torch.equal(outs[0], outs[1])
@@ -66,56 +66,6 @@ def test_one_graph_serves_all_lengths(qkv: Callable[..., Call], compiler: None) 
     with torch._dynamo.config.patch(error_on_recompile=True):
         step(23, 23)
         step(18, 30)
-
-
-def test_a_mode_of_torch_s_sees_the_ops(qkv: Callable[..., Call]) -> None:
-    seen: list[str] = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **kwargs or {})
-
-    few, many = qkv(1, 1, 1, keys=20), qkv(1, 1, 20)
-    with Mode():
-        watched = [lengthen.attention(**call, backend="triton") for call in (few, many)]
-    names = [name for name in seen if name.startswith("lengthen")]
-    assert names == ["lengthen.decode.default", "lengthen.attend.default"]
-    for out, call in zip(watched, (few, many), strict=True):
-        assert torch.equal(out, lengthen.attention(**call, backend="triton"))
-
-
-def test_autocast_changes_nothing(qkv: Callable[..., Call], gradients: Callable[..., dict[str, Tensor]]) -> None:
-    call = qkv(1, 2, 20) | {"bias": Linear(SLOPES)}
-    expected = gradients(call, "triton")
-    with torch.autocast("cpu", torch.bfloat16):
-        got = gradients(call, "triton")
-    for name in expected:
-        assert torch.equal(got[name], expected[name]), name
-
-
-def test_only_what_asks_gets_a_gradient(qkv: Callable[..., Call]) -> None:
-    call, ahead = qkv(1, 2, 20), torch.tensor([0.2, 0.3], requires_grad=True)
-    out = lengthen.attention(**call, bias=Linear(SLOPES, ahead), mask=Bidirectional(), backend="triton")
-    loss = out.square().sum()
-    (first,) = torch.autograd.grad(loss, ahead, retain_graph=True)
-    loss.backward()  # the graph may be used twice
-    assert ahead.grad is not None
-    assert torch.equal(ahead.grad, first)
-    assert first.abs().min() > 0
-    assert SLOPES.grad is None
-    assert all(call[name].grad is None for name in "qkv")
-
-
-def test_other_derivatives_are_refused(qkv: Callable[..., Call]) -> None:
-    call = qkv(1, 1, 20)
-    q, rest = call.pop("q").requires_grad_(), call | {"backend": "triton"}
-    (grad,) = torch.autograd.grad(lengthen.attention(q, **rest).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="lengthen::attend: there is no second derivative"):
-        grad.square().sum().backward()
-    q = q.detach()
-    with pytest.raises(NotImplementedError, match="lengthen::attend: there is no forward-mode derivative"):
-        torch.func.jvp(lambda x: lengthen.attention(x, **rest), (q,), (torch.ones_like(q),))
 
 
 @pytest.mark.parametrize(
@@ -136,16 +86,14 @@ def test_other_derivatives_are_refused(qkv: Callable[..., Call]) -> None:
     ],
     ids=lambda x: x.replace("the kernels ", "") if isinstance(x, str) else "",
 )
-def test_what_they_cannot_do_is_refused_with_the_reason(change: Call, reason: str, qkv: Callable[..., Call]) -> None:
+def test_what_they_cannot_do_is_refused_with_the_reason(change: Call, reason: str, draw: Draw) -> None:
     with pytest.raises(ValueError, match=f"backend: 'triton' cannot do this call: {reason}"):
-        lengthen.attention(**qkv(1, 2, 10) | change, backend="triton")
+        lengthen.attention(**draw(1, 2, 10) | change, backend="triton")
 
 
-def test_on_a_cpu_the_call_picks_them_only_when_asked(
-    qkv: Callable[..., Call], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call = qkv(1, 2, 40) | {"bias": Linear(SLOPES)}
-    problem = pose(**call, mask=Causal())
+def test_on_a_cpu_the_call_picks_them_only_when_asked(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = draw(1, 2, 40) | {"bias": Linear(SLOPES)}
+    problem = pose(**call)
     assert pick(problem) is chunked
     assert pick(problem, "triton") is triton
     monkeypatch.setattr(triton, "INTERPRETED", False)

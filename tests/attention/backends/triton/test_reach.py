@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import lengthen
-from lengthen import Ball, Bidirectional, Causal, Linear, Table, Window
+from lengthen import Ball, Bidirectional, Causal, Linear, Table
 from lengthen.attention.backends.triton import shapes
 from lengthen.attention.masks import positions
 
 Call = dict[str, Any]
+Draw = Callable[..., Call]
 Spans = Callable[[Call], Tensor]
+Gradients = Callable[..., dict[str, Tensor]]
 
 
 def falling(bias: str, length: int, steep: tuple[float, float] = (2.0, 0.5)) -> Any:
@@ -30,7 +31,7 @@ def falling(bias: str, length: int, steep: tuple[float, float] = (2.0, 0.5)) -> 
 def unread(call: Call, spans: Spans) -> Tensor:
     """Return the share of each row's weight that the kernels left unread, `[batch, heads, queries]`, in float64."""
     q, k = call["q"].double(), call["k"].double().repeat_interleave(call["q"].shape[1] // call["k"].shape[1], dim=1)
-    mask, q_start = call.get("mask", Causal()), k.shape[2] - q.shape[2]
+    mask, q_start = call["mask"], k.shape[2] - q.shape[2]
     first, end = spans(call)[..., torch.arange(q.shape[2]) // 32].unsqueeze(-1)  # as many queries are in a block here
     j, (lo, hi) = torch.arange(k.shape[2]), mask.interval(q.shape[2], k.shape[2], q_start, q.device)
     seen = (j >= lo[:, None, :, None]) & (j <= hi[:, None, :, None])
@@ -42,22 +43,23 @@ def unread(call: Call, spans: Spans) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["scattered", "mean", "outlier", "turned"])
-@pytest.mark.parametrize("bias", ["linear", "table", "extended"])
-def test_no_more_than_tolerance_is_left_unread(bias: str, kind: str, qkv: Callable[..., Call], spans: Spans) -> None:
+@pytest.mark.parametrize("bias", ["linear", "table"])
+def test_no_more_than_tolerance_is_left_unread(bias: str, kind: str, draw: Draw, spans: Spans) -> None:
     for tolerance in (1e-1, 1e-5):
-        call = qkv(1, 2, 150, key_heads=1) | {"bias": falling(bias, 150), "tolerance": tolerance}
+        call = draw(1, 2, 130, key_heads=1) | {"bias": falling(bias, 130), "tolerance": tolerance}
         if kind == "mean":
             call["k"] = 0.3 * call["k"] + 20
         elif kind == "outlier":
             call["k"][:, :, 3] *= 8
         elif kind == "turned":  # near keys point away from their queries, far ones at them
             call["q"], call["k"] = 1 + 0.01 * call["q"], 1 + 0.01 * call["k"]
-            call["k"][:, :, 75:] *= -1
+            call["k"][:, :, 65:] *= -1
         assert 0 < unread(call, spans).max() <= tolerance
 
 
-@pytest.mark.parametrize("side", ["causal", "behind", "ahead"])
-@pytest.mark.parametrize("bias", ["linear", "table"])
+@pytest.mark.parametrize(
+    ("bias", "side"), [("linear", "causal"), ("linear", "ahead"), ("table", "causal"), ("table", "behind")]
+)
 def test_no_more_than_tolerance_is_left_unread_where_the_bound_is_tight(bias: str, side: str, spans: Spans) -> None:
     # Near keys score −2 and far ones 2, the most that the bound allows; where they turn differs between sequences, and
     # for one of them it is just where reading ends. A flat slope makes the sum of what is unread long.
@@ -70,18 +72,12 @@ def test_no_more_than_tolerance_is_left_unread_where_the_bound_is_tight(bias: st
     assert 0.1 * tolerance < share.max() <= tolerance
 
 
-@pytest.mark.parametrize("bias", ["linear", "table"])
-@pytest.mark.parametrize("mask", ["causal", "full", "window", "causal padded", "full packed"])
+@pytest.mark.parametrize(("mask", "bias"), [("full packed", "linear"), ("causal padded", "table")])
 def test_results_are_off_by_no_more_than_the_tolerance_allows(
-    mask: str,
-    bias: str,
-    qkv: Callable[..., Call],
-    mask_of: Callable[..., Any],
-    spans: Spans,
-    gradients: Callable[..., dict[str, Tensor]],
+    mask: str, bias: str, draw: Draw, spans: Spans, gradients: Gradients
 ) -> None:
-    tolerance, length = 1e-3, 100
-    call = qkv(2 if " " in mask else 1, 2, length, key_heads=1) | {"mask": mask_of(mask, length)}
+    tolerance, length = 1e-3, 80
+    call = draw(2 if " " in mask else 1, 2, length, key_heads=1, mask=mask)
     call |= {"bias": falling(bias, length, (3.0, 1.0)), "tolerance": tolerance}
     read, everything = spans(call), spans(call | {"tolerance": 0})
     assert bool((read[0] >= everything[0]).all() & (read[1] <= everything[1]).all())
@@ -91,7 +87,7 @@ def test_results_are_off_by_no_more_than_the_tolerance_allows(
     seen = exact["lse"].isfinite()
     assert torch.equal(seen, got["lse"].isfinite())
     lost = (exact["lse"] - got["lse"])[seen]  # what is missing of a sum of 1 is at most the tolerance
-    assert -1e-5 <= lost.min()
+    assert lost.min() >= -1e-5
     assert lost.max() <= -math.log1p(-tolerance) + 1e-5
     for name in exact.keys() - {"out", "lse"}:  # the gradients of slopes: times distances
         allowed = 100 * tolerance if "slopes" in name else 4 * tolerance
@@ -99,9 +95,9 @@ def test_results_are_off_by_no_more_than_the_tolerance_allows(
 
 
 @pytest.mark.parametrize("bias", ["linear", "table"])
-def test_steep_heads_read_less_than_flat_ones(bias: str, qkv: Callable[..., Call], spans: Spans) -> None:
+def test_steep_heads_read_less_than_flat_ones(bias: str, draw: Draw, spans: Spans) -> None:
     slopes = torch.tensor([0.0, 0.3, 2.0])
-    call = qkv(1, 3, 300) | {"tolerance": 1e-4}
+    call = draw(1, 3, 300) | {"tolerance": 1e-4}
     call["bias"] = Linear(slopes) if bias == "linear" else Table(-slopes[:, None] * torch.arange(300))
     first, end = spans(call)[:, 0]
     read = (end - first).sum(-1)
@@ -111,8 +107,8 @@ def test_steep_heads_read_less_than_flat_ones(bias: str, qkv: Callable[..., Call
 
 
 @pytest.mark.parametrize("bias", ["linear", "table"])
-def test_two_sides_reach_as_far_as_their_own_bias_lets_them(bias: str, qkv: Callable[..., Call], spans: Spans) -> None:
-    call = qkv(1, 2, 150) | {"bias": falling(bias, 150, (3.0, 0.2)), "mask": Bidirectional(), "tolerance": 1e-3}
+def test_two_sides_reach_as_far_as_their_own_bias_lets_them(bias: str, draw: Draw, spans: Spans) -> None:
+    call = draw(1, 2, 150) | {"bias": falling(bias, 150, (3.0, 0.2)), "mask": Bidirectional(), "tolerance": 1e-3}
     first, end = spans(call)[:, 0]
     here = torch.arange(5) * 32
     behind, onward = (here - first)[:, 1:-1], (end - here - 32)[:, 1:-1]
@@ -120,26 +116,15 @@ def test_two_sides_reach_as_far_as_their_own_bias_lets_them(bias: str, qkv: Call
     assert bool((behind[0] < behind[1]).any() & (onward[1] < onward[0]).any())
 
 
-def test_it_reads_about_as_far_as_the_public_reach_says(qkv: Callable[..., Call], spans: Spans) -> None:
-    call = qkv(1, 2, 250) | {"bias": Linear(torch.tensor([1.0, 0.3])), "tolerance": 1e-3}
-    first = spans(call)[0][..., torch.arange(250) // 32]
-    needed = lengthen.reach(call["q"], call["k"], call["bias"], 1e-3)
-    # Whole blocks, for the farthest of 32 queries; and the ball is around other points than the mean key.
-    assert (torch.arange(250) - first - needed).max() <= 31 + 15 + 48 + 20
-
-
-@pytest.mark.parametrize("bias", ["linear", "table", "extended"])
-@pytest.mark.parametrize("mask", [Causal(), Bidirectional()], ids=["causal", "full"])
-def test_everything_is_read_where_nothing_is_bounded(
-    mask: Any, bias: str, qkv: Callable[..., Call], spans: Spans
-) -> None:
-    call = qkv(1, 2, 90) | {"mask": mask, "bias": falling(bias, 90), "tolerance": 0.1}
+@pytest.mark.parametrize(("mask", "bias"), [("causal", "extended"), ("full", "linear")])
+def test_everything_is_read_where_nothing_is_bounded(mask: str, bias: str, draw: Draw, spans: Spans) -> None:
+    call = draw(1, 2, 90, mask=mask) | {"bias": falling(bias, 90), "tolerance": 0.1}
     whole, usual = spans(call | {"tolerance": 0}), spans(call)
     assert torch.equal(whole, spans(call | {"bias": None}))
     assert bool((usual != whole)[:, 0].flatten(-2).any())
     flat = Linear(torch.zeros(2)) if bias == "linear" else Table(torch.zeros(2, 1), extended=True)
     assert torch.equal(spans(call | {"bias": flat}), whole)
-    for odd in (torch.nan, -torch.inf, 1e30):
+    for odd in (torch.nan, 1e30):
         spoilt = call["k"].clone()
         spoilt[0, 0, 1, 5] = odd  # of the first head alone
         read = spans(call | {"k": spoilt})
@@ -147,29 +132,16 @@ def test_everything_is_read_where_nothing_is_bounded(
         assert torch.equal(read[:, :, 1], usual[:, :, 1])
 
 
-def test_a_mean_that_all_keys_share_costs_nothing(qkv: Callable[..., Call], spans: Spans) -> None:
-    call = qkv(1, 2, 200) | {"bias": Linear(torch.tensor([1.0, 0.3])), "tolerance": 1e-4}
+def test_a_mean_that_all_keys_share_costs_nothing(draw: Draw, spans: Spans) -> None:
+    call = draw(1, 2, 200) | {"bias": Linear(torch.tensor([1.0, 0.3])), "tolerance": 1e-4}
     first = spans(call)[0]
     shifted = spans(call | {"k": call["k"] + 30 * torch.randn(16)})[0]
     assert first.max() > 100
     assert (first - shifted).max() <= 16
 
 
-@pytest.mark.parametrize("highest", ["near", "far", "both"])
-@pytest.mark.parametrize(("slope", "tolerance"), [(2.0, 1e-6), (0.1, 0)])
-def test_scores_may_be_far_apart(
-    highest: str, slope: float, tolerance: float, qkv: Callable[..., Call], check_forward: Callable[..., Any]
-) -> None:
-    call = qkv(1, 1, 90) | {"bias": Linear(torch.tensor([slope])), "tolerance": tolerance}
-    call["q"] = 30 * (1 + 0.01 * call["q"])
-    call["k"] = torch.ones_like(call["k"]) * (torch.randn(90, 1) if highest == "both" else 1)
-    call["k"][:, :, slice(45, None) if highest == "far" else slice(0, 45)] *= -1
-    _, lse = check_forward(call, within=1e-4)  # scores themselves are rounded
-    assert lse.abs().max() > 100
-
-
-def test_a_bound_far_above_all_scores_loses_nothing(qkv: Callable[..., Call], check: Callable[..., None]) -> None:
-    call = qkv(1, 1, 90) | {"bias": Linear(torch.tensor([0.5])), "tolerance": 1e-6}
+def test_a_bound_far_above_all_scores_loses_nothing(draw: Draw, check: Callable[..., None]) -> None:
+    call = draw(1, 1, 90) | {"bias": Linear(torch.tensor([0.5])), "tolerance": 1e-6}
     call["q"][..., 0] = 0
     call["k"][0, 0, 5, 0] = 1000.0  # no query looks that way, and the bound cannot know
     check(call, dslopes=1e-3)
@@ -177,13 +149,12 @@ def test_a_bound_far_above_all_scores_loses_nothing(qkv: Callable[..., Call], ch
 
 @pytest.mark.parametrize("key_heads", [4, 2])
 def test_keys_of_flat_heads_alone_are_not_measured(
-    key_heads: int, qkv: Callable[..., Call], spans: Spans, monkeypatch: pytest.MonkeyPatch
+    key_heads: int, draw: Draw, spans: Spans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ball = importlib.import_module("lengthen.attention.backends.triton.ball")
     slopes = torch.tensor([2.0, 0.28, 0.1, 0.28])  # over 100 keys a bias of 200, 28, 10, 28
-    tables = [Linear(slopes), Table(-slopes[:, None] * torch.arange(100))]
-    for bias in tables:
-        call = qkv(1, 4, 100, key_heads=key_heads) | {"bias": bias, "tolerance": 0.2}
+    for bias in (Linear(slopes), Table(-slopes[:, None] * torch.arange(100))):
+        call = draw(1, 4, 100, key_heads=key_heads) | {"bias": bias, "tolerance": 0.2}
         call["k"] *= 0.01  # so that all would leave keys unread
         monkeypatch.setattr(ball, "FLAT", type(ball.FLAT)(30.0))
         # The second head's keys are measured for the steep head beside it, or not at all.
@@ -192,20 +163,15 @@ def test_keys_of_flat_heads_alone_are_not_measured(
         assert bool((spans(call)[0, 0].amax(-1) > 0).all())
 
 
-def test_short_calls_do_not_measure_their_keys(
-    qkv: Callable[..., Call], spans: Spans, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call = qkv(1, 1, 100) | {"bias": Linear(torch.tensor([3.0])), "tolerance": 0.1}
+def test_short_calls_do_not_measure_their_keys(draw: Draw, spans: Spans, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = draw(1, 1, 100) | {"bias": Linear(torch.tensor([3.0])), "tolerance": 0.1}
     assert spans(call)[0].max() > 0
     monkeypatch.setattr(shapes, "SHORT", 100)
     assert spans(call)[0].max() == 0
 
 
-@pytest.mark.parametrize("mask", [Causal(), Bidirectional(), Window(60)], ids=["causal", "full", "window"])
-def test_a_given_ball_changes_only_how_much_is_read(
-    mask: Any, qkv: Callable[..., Call], spans: Spans, gradients: Callable[..., dict[str, Tensor]]
-) -> None:
-    call = qkv(1, 2, 100, key_heads=1) | {"bias": Linear(torch.tensor([2.0, 0.5])), "mask": mask, "tolerance": 1e-6}
+def test_a_given_ball_changes_only_how_much_is_read(draw: Draw, spans: Spans, gradients: Gradients) -> None:
+    call = draw(1, 2, 100, key_heads=1) | {"bias": Linear(torch.tensor([2.0, 0.5])), "tolerance": 1e-6}
     ball = Ball.around(call["k"])
     got, expected = gradients(call | {"ball": ball}, "triton"), gradients(call, "reference", dtype=torch.float64)
     for name in expected:
@@ -219,9 +185,9 @@ def test_a_given_ball_changes_only_how_much_is_read(
 
 
 def test_with_a_given_ball_neither_forward_nor_backward_looks_at_far_keys(
-    qkv: Callable[..., Call], spans: Spans, gradients: Callable[..., dict[str, Tensor]]
+    draw: Draw, spans: Spans, gradients: Gradients
 ) -> None:
-    call = qkv(1, 2, 40, keys=200) | {"bias": Linear(torch.tensor([2.0, 1.0])), "tolerance": 1e-3}
+    call = draw(1, 2, 40, keys=200) | {"bias": Linear(torch.tensor([2.0, 1.0])), "tolerance": 1e-3}
     call["ball"] = Ball.around(call["k"])
     nearest = int(spans(call)[0].min()) // 32 * 32  # the gradient of keys goes by blocks of 32
     assert nearest >= 64
@@ -236,9 +202,9 @@ def test_with_a_given_ball_neither_forward_nor_backward_looks_at_far_keys(
         assert bool((got[name][:, :, nearest + 32 :] != 0).all()), name
 
 
-def test_a_ball_in_16_bits_holds_what_rounding_moves(qkv: Callable[..., Call], spans: Spans) -> None:
+def test_a_ball_in_16_bits_holds_what_rounding_moves(draw: Draw, spans: Spans) -> None:
     # The centre is rounded to 16 bits for its product with the queries: the bound must not fall by that.
-    call = qkv(1, 2, 150, dtype=torch.float16) | {"bias": Linear(torch.tensor([2.0, 0.5])), "tolerance": 1e-2}
+    call = draw(1, 2, 150, dtype=torch.float16) | {"bias": Linear(torch.tensor([2.0, 0.5])), "tolerance": 1e-2}
     call["k"] = (20.003 + 0.01 * call["k"].float()).half()
     call["ball"] = Ball.around(call["k"])
     assert 0 < unread(call, spans).max() <= 1e-2

@@ -7,8 +7,6 @@ with delta = Σ_j p·dp = do·out. Sums are in a fixed order without atomics, so
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -87,9 +85,7 @@ class _Backward:
 
     def _add(self, run: Run) -> None:
         """Add what one run gives."""
-        if self.fused:
-            run = run.spread(torch.get_num_threads())
-        for call, bias, _ in self.scores.calls(run, held=not self.fused):
+        for call, bias, _ in self.scores.calls(run, self.fused):
             q, k, v = call.take(self.scores.q), call.windows(self.scores.k), call.windows(self.scores.v)
             d_out, lse = call.take(self.d_out), call.take(self.lse)
             if self.fused:
@@ -166,8 +162,7 @@ class _Backward:
             rates = None if decay is None else decay.rates.detach().requires_grad_()
             with torch.enable_grad():
                 found = reference.run(
-                    replace(
-                        part,
+                    part._replace(
                         q=q,
                         k=k,
                         v=v,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -80,8 +79,7 @@ def sequences(problem: Problem) -> Iterator[tuple[slice, Problem]]:
         one, row, ball = slice(b, b + 1), slice(b, b + 1) if first.shape[0] > 1 else slice(None), problem.ball
         yield (
             one,
-            replace(
-                problem,
+            problem._replace(
                 **{name: getattr(problem, name)[one] for name in "qkv"},
                 mask=_listed(problem, first[row], last[row]),
                 q_start=start,
@@ -99,7 +97,7 @@ def careful_parts(problem: Problem) -> Iterator[tuple[slice, Problem]]:
     for start in range(0, q.shape[2], step):
         rows = slice(start, min(start + step, q.shape[2]))
         mask = _listed(problem, first[:, rows], last[:, rows])
-        yield rows, replace(problem, q=q[:, :, rows], k=k, v=v, mask=mask, q_start=problem.q_start + start)
+        yield rows, problem._replace(q=q[:, :, rows], k=k, v=v, mask=mask, q_start=problem.q_start + start)
 
 
 def _listed(problem: Problem, first: Tensor, last: Tensor) -> Listed:
@@ -183,14 +181,12 @@ class _Reading:
         return list(zip(lo.tolist(), hi.tolist(), strict=True))
 
     def _near(self, block: int, window: Window, head: int) -> Window:
-        """Return which keys a block reads first: those of its window that are not farther than the head usually looks."""
+        """Return which keys a block reads first: those of its window no farther than the head usually looks."""
         (lo, hi), start = window, self.scores.q_start + block * runs.ROWS
         near_hi = min(hi, max(start + runs.ROWS, lo) + (self.usual[1][head] if self.scores.two_sided else 0))
         return max(lo, min(start, near_hi) - self.usual[0][head]), near_hi
 
-    def _needed(
-        self, visible: list[Window], read: list[list[Window]], batch: slice, ahead: bool
-    ) -> list[list[int]]:
+    def _needed(self, visible: list[Window], read: list[list[Window]], batch: slice, ahead: bool) -> list[list[int]]:
         """Return the key that each block of each head must read from; or to, exclusive, if ahead."""
         bias, done = self.scores.problem.bias, [[window[ahead] for window in own] for own in read]
         end = [window[ahead] for window in visible]
@@ -223,7 +219,7 @@ class _Reading:
         done = list(windows)
         for planned in plan(windows, scores.queries, scores.keys, heads.stop - heads.start, scores.q.shape[3], ends):
             for run in planned.of(batch, heads, scores.problem.group):
-                for call, bias, blind in scores.calls(run, held=not scores.fused):
+                for call, bias, blind in scores.calls(run, scores.fused):
                     out, lse = self._attend(call, bias, blind)
                     if ends:
                         self._join(call, out, lse)

@@ -13,7 +13,7 @@ vector a head, seen through strides (1, 1): nothing of the size of the scores is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -128,7 +128,7 @@ class Run:
     def spread(self, threads: int) -> Run:
         """Return the run as so many blocks that each thread has one of some head, if rows can be cut like that.
 
-        Torch's backward kernel gives a thread whole blocks.
+        Torch's backward kernel gives a thread whole blocks, and its forward large parts of tall ones.
         """
         rows = max(LEAST, -(-self.rows * self.count // threads))
         if self.batch.stop - self.batch.start > 1 or self.blocks > 1 or rows >= self.rows or self.rows % rows:
@@ -160,10 +160,10 @@ class Heads:
         windows = [a if b[0] >= b[1] else b if a[0] >= a[1] else (min(a[0], b[0]), max(a[1], b[1])) for a, b in pairs]
         return Heads(slice(self.at.start, other.at.stop), windows, self.needed + other.needed)
 
-    def __bool__(self) -> bool:
-        """Return whether reading them in one call is worth what it reads more than they need."""
-        keys = (self.at.stop - self.at.start) * width(self.windows)
-        return keys <= WASTE * self.needed or keys * ROWS <= enough()
+    @property
+    def keys(self) -> int:
+        """How many keys all their blocks read."""
+        return int(self.at.stop - self.at.start) * width(self.windows)
 
 
 def width(windows: Sequence[Window]) -> int:
@@ -171,9 +171,9 @@ def width(windows: Sequence[Window]) -> int:
     return sum(max(0, hi - lo) for lo, hi in windows)
 
 
-def enough() -> int:
-    """Return how many scores keep all threads busy."""
-    return GRAIN * torch.get_num_threads()
+def worth(read: int, needed: int, heads: int = 1) -> bool:
+    """Return whether blocks may read so many keys in one call, in so many heads, where they need fewer."""
+    return read <= WASTE * needed or read * ROWS * heads <= GRAIN * torch.get_num_threads()
 
 
 def together(windows: Sequence[list[Window]], group: int, first: int = 0) -> list[Heads]:
@@ -182,18 +182,20 @@ def together(windows: Sequence[list[Window]], group: int, first: int = 0) -> lis
     Where heads share keys, a group is of one key head or of whole key heads, as a call can take them.
     """
     pieces = [Heads(slice(h, h + 1), own, width(own)) for h, own in enumerate(windows, first)]
-    for unit in (1, group) if group > 1 else (1,):
-        joined = pieces[:1]
+
+    def joined(fit: Callable[[int, int], bool]) -> list[Heads]:
+        done = pieces[:1]
         for piece in pieces[1:]:
-            both = joined[-1] + piece
-            start, stop = both.at.start, both.at.stop
-            inside = group == 1 or start // group == (stop - 1) // group if unit == 1 else not (start % unit or stop % unit)
-            if inside and joined[-1].at.stop == piece.at.start and both:
-                joined[-1] = both
+            both = done[-1] + piece
+            if fit(both.at.start, both.at.stop) and worth(both.keys, both.needed):
+                done[-1] = both
             else:
-                joined.append(piece)
-        pieces = joined
-    return pieces
+                done.append(piece)
+        return done
+
+    if group > 1:
+        pieces = joined(lambda start, stop: start // group == (stop - 1) // group)
+    return joined(lambda start, stop: start % group == 0 and stop % group == 0)
 
 
 def plan(
@@ -204,13 +206,10 @@ def plan(
     Windows that move with their blocks are read together; of the others, neighbouring blocks become one while that
     reads little more, or keeps threads busy. `ends` says of which end nothing more may be read: "lo", "hi", or neither.
     """
-    most, busy = max(1, NUMBERS // (heads * ROWS * features)), enough() // heads
+    most = max(1, NUMBERS // (heads * ROWS * features))
 
     def ends_alike(lo: int, hi: int, next_lo: int, next_hi: int) -> bool:
         return (ends != "lo" or lo == next_lo) and (ends != "hi" or hi == next_hi)
-
-    def worth(read: int, needed: int) -> bool:
-        return read <= WASTE * needed or read * ROWS <= busy
 
     i = 0
     while i < len(windows):
@@ -226,7 +225,7 @@ def plan(
             if not inside or not ends_alike(low, high, next_lo, next_hi) or (empty and not ends):
                 break
             if not empty:
-                if not worth(blocks * (wide_hi - wide_lo), reach):
+                if not worth(blocks * (wide_hi - wide_lo), reach, heads):
                     break
                 low, high, needed, n = wide_lo, wide_hi, reach, blocks
         if n > 1:
@@ -237,7 +236,7 @@ def plan(
                 wide_lo, wide_hi, more = min(lo, next_lo), max(hi, next_hi), needed + next_hi - next_lo
                 if next_lo >= next_hi or not ends_alike(lo, hi, next_lo, next_hi):
                     break
-                if not worth((n + 1) * (wide_hi - wide_lo), more):
+                if not worth((n + 1) * (wide_hi - wide_lo), more, heads):
                     break
                 lo, hi, needed, n = wide_lo, wide_hi, more, n + 1
             yield Run(here, 1, min(n * ROWS, queries - here), lo, hi - lo, 0)

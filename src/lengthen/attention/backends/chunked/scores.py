@@ -5,6 +5,7 @@ Shapes: a run's call has n blocks (or sequences) of h heads with r rows and w ke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -17,6 +18,7 @@ from lengthen.attention.masks import EVERYTHING, positions
 from lengthen.attention.problem import Problem
 
 TILE = 1 << 22  # scores, or entries of a mask, held at once: 16 MB in float32
+QUIET = 4.0  # by how much what is taken for nothing is below the dtype's rounding, as a logarithm
 SAFE_EXPONENT = 20.0  # keys of a segment are multiplied by up to e^20 of a decay's inverse powers: far inside float32
 
 
@@ -45,6 +47,20 @@ class Scores:
                 else F.pad(x, (0, widest - x.shape[3]))
                 for x in (self.q, self.k, self.v)
             )
+        lengths = [float(torch.linalg.vector_norm(x, dim=-1).amax()) for x in (self.q, self.k)]
+        self.largest = abs(problem.scale) * lengths[0] * lengths[1]  # no score is farther from 0, before its bias
+        self.quiet = self._quiet() if self.fused and problem.bias is not None else self.along
+
+    def _quiet(self) -> Tensor:
+        """Return the bias along all distances, −∞ where keys weigh nothing beside the query's own, all taken together.
+
+        That changes no result, but some CPUs take a hundred times as long over numbers as small as those weights.
+        """
+        here = self.farthest
+        if self.problem.mask.formula() is None or not 0 <= here < self.along.shape[1]:
+            return self.along  # a query may not see its own key, or none stands at one
+        nothing = 2 * self.largest + math.log(self.keys / torch.finfo(self.q.dtype).eps) + QUIET
+        return self.along.masked_fill(self.along < self.along[:, here, None] - nothing, -torch.inf)
 
     def _biases(self) -> list[Tensor]:
         bias = self.problem.bias
@@ -52,10 +68,10 @@ class Scores:
 
     def finite(self) -> bool:
         """Return whether no input, bias or score is NaN or infinite (a bias may be −∞), nor any sum of values."""
-        q, k, v = (max(abs(float(end)) for end in x.aminmax()) for x in (self.q, self.k, self.v))
+        value = max(abs(float(end)) for end in self.v.aminmax())
         biases = [abs(float(x.amax())) for x in self._biases() if x.numel()]
         most = torch.finfo(self.q.dtype).max / 4
-        return q * k * self.q.shape[3] * abs(self.problem.scale) + sum(biases) < most and v * self.keys < most
+        return self.largest + sum(biases) < most and value * self.keys < most
 
     def bias_along(self, bias: Bias | None, dtype: torch.dtype) -> Tensor:
         """Return the bias at every distance of the call, falling, `[heads or 1, distances]`.
@@ -78,7 +94,9 @@ class Scores:
 
     def bias(self, run: Run) -> Tensor:
         """Return the bias of a run, `[n or 1, h or 1, r, w]`: a view of the vector along all distances."""
-        along = self.along[run.heads if self.along.shape[0] > 1 else slice(None)]
+        first, last = self.q_start + run.start, self.q_start + run.last
+        own = run.lo <= first and last < run.lo + run.width  # each row reads its query's own key
+        along = (self.quiet if own else self.along)[run.heads if self.along.shape[0] > 1 else slice(None)]
         calls, stride = (1, 0) if run.step or run.blocks == 1 else (run.blocks, run.rows)
         shape, strides = (calls, along.shape[0], run.rows, run.width), (stride, along.stride(0), 1, 1)
         return along.as_strided(shape, strides, along.storage_offset() + self.skip(run))
@@ -98,18 +116,20 @@ class Scores:
             return first[:1], last[:1]
         return first, last
 
-    def calls(self, run: Run, held: bool) -> Iterator[tuple[Run, Tensor, Tensor | None]]:
-        """Yield a run, in parts where its mask (or its scores, if those are `held`) would be too large.
+    def calls(self, run: Run, fused: bool) -> Iterator[tuple[Run, Tensor, Tensor | None]]:
+        """Yield a run as it is called: for fused kernels with a block for each thread, for others a part at a time.
 
-        Each comes with its bias, −∞ where hidden, `[n or 1, h or 1, r, w]`, and the rows that see nothing, `[n, 1, r]`.
+        A part's mask, and its scores where they are held, are not too large. Each comes with its bias, −∞ where hidden,
+        `[n or 1, h or 1, r, w]`, and the rows that see nothing, `[n, 1, r]`.
         """
+        run = run.spread(torch.get_num_threads()) if fused else run
         edges = self.edges(run)
         tile = 0 if edges is None else edges[0].shape[0] * run.count * run.rows * run.width
-        if max(tile, run.scores if held else 0) > TILE:
+        if max(tile, 0 if fused else run.scores) > TILE:
             smaller = list(run.split(TILE))
             if len(smaller) > 1:
                 for part in smaller:
-                    yield from self.calls(part, held)
+                    yield from self.calls(part, fused)
                 return
         bias = self.bias(run)
         if edges is None:

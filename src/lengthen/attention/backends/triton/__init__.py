@@ -1,6 +1,7 @@
 """Triton kernels for NVIDIA GPUs (and, for tests, Triton's interpreter on a CPU).
 
-forward.py     the forward, with reach inside it, and its repair
+forward.py     the forward, with reach inside it
+repair.py      what the forward could not be trusted with, once more
 backward.py    the gradients of queries, keys and values
 table_grad.py  the gradient of a table of distances
 decode.py      few queries against many keys

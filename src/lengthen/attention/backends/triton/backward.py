@@ -9,7 +9,7 @@ of the slope, or of an extended table's last value. `farthest` notes how far any
 block of keys and goes over the blocks of queries that read them, of all heads that share them. Weights are computed
 again in each, so neither uses an atomic, and two runs are equal to the bit.
 
-Tiles in which all queries see all keys have no mask. Of the others, a pair that is hidden has a p and ds of 0; and since
+Tiles in which all queries see all keys have no mask. Of the others, a pair that is hidden has a p and ds of 0; and as
 0·NaN is NaN, what it is multiplied with is made finite too, where padding or other documents may be hidden (EDGED).
 """
 
@@ -60,7 +60,7 @@ def weights(
     product, position, key, visible, unit, bias, table, slope, ahead, scale, here, even,
     MASKED: tl.constexpr, HIDES: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr,
 ):  # fmt: skip
-    """Return p of a tile from q·k; hidden pairs may have anything. `unit` is lse, less what a ramp leaves out of rows."""
+    """Return p of a tile from q·k; hidden pairs may have any. `unit` is lse, less what a ramp leaves out of rows."""
     entry = entries(table, position, key, visible, bias, HIDES, BIAS)
     score = product * scale
     if BIAS == LINEAR:
@@ -166,8 +166,8 @@ def dq_keys(
 
 @triton.jit
 def bwd_dq(
-    q, k, v, out, residual, do, dq, dk, dv, lse, d_lse, log_sums, deltas, d_biases, spans, far, rates, mask, bias, sizes,
-    segment, of_lse, scale,
+    q, k, v, out, residual, do, dq, dk, dv, lse, d_lse, log_sums, deltas, d_biases, spans, far, rates, mask, bias,
+    sizes, segment, of_lse, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SPAN: tl.constexpr, ALIGN: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, EDGED: tl.constexpr,
     GROUPED: tl.constexpr, OF_BIAS: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr,
@@ -304,6 +304,8 @@ def dkv_tile(
     local = tl.arange(0, M)
     row = start + local
     position = side.q_start + row
+    if MASKED and BIAS != LINEAR:  # of rows past the last, which have no weight, a table may not know the distance
+        position = tl.minimum(position, side.q_start + sizes.queries - 1)
     if MASKED:
         q = load_before(side.q, local, side.q_row, start, sizes.queries, D, WIDTH, ALIGN)
         do = load_before(side.do, local, side.do_row, start, sizes.queries, DV, VALUES, ALIGN)
@@ -321,8 +323,8 @@ def dkv_tile(
         visible = (key[:, None] >= begin[None, :]) & (key[:, None] <= end[None, :])
     HIDES: tl.constexpr = MASKED and (EDGED or not TWO_SIDED)
     p = weights(
-        product, position[None, :], key[:, None], visible, unit[None, :], bias, head.table, head.slope, head.ahead, scale,
-        here, even, MASKED, HIDES, BIAS, TWO_SIDED,
+        product, position[None, :], key[:, None], visible, unit[None, :], bias, head.table, head.slope, head.ahead,
+        scale, here, even, MASKED, HIDES, BIAS, TWO_SIDED,
     )  # fmt: skip
     if HIDES:
         p = tl.where(visible, p, 0.0)
@@ -408,8 +410,8 @@ def readers(
 
 @triton.jit
 def bwd_dkv(
-    q, k, v, out, residual, do, dq, dk, dv, lse, d_lse, log_sums, deltas, d_biases, spans, far, rates, mask, bias, sizes,
-    segment, of_lse, scale,
+    q, k, v, out, residual, do, dq, dk, dv, lse, d_lse, log_sums, deltas, d_biases, spans, far, rates, mask, bias,
+    sizes, segment, of_lse, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SPAN: tl.constexpr, ALIGN: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, EDGED: tl.constexpr,
     GROUPED: tl.constexpr, OF_BIAS: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr,

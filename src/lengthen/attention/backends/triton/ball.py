@@ -21,7 +21,7 @@ FLAT = tl.constexpr(30.0)  # a bias that falls by less than this over all keys l
 
 @triton.jit
 def fall(bias, head, heads, keys, BIAS: tl.constexpr):
-    """Return by how much the biases of heads fall over all keys, both sides taken together; 0 where there is no head."""
+    """Return by how much the biases of heads fall over all keys, both sides together; 0 where there is no head."""
     there = head < heads
     if BIAS == LINEAR:
         slope = tl.load(bias.slopes + head, mask=there, other=0.0).to(tl.float32)

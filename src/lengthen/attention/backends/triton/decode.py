@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from lengthen.attention.backends.triton.ball import SLACK
-from lengthen.attention.backends.triton.forward import one_less_exp, tally
+from lengthen.attention.backends.triton.forward import one_less_exp
+from lengthen.attention.backends.triton.repair import tally
 from lengthen.attention.backends.triton.tile import (
     LINEAR,
     LOG2E,
@@ -61,7 +62,8 @@ def programs_of(slopes, sizes, programs, N: tl.constexpr, HEADS: tl.constexpr, R
 
 @triton.jit
 def attend_block(
-    acc, odd, l_i, m_i, running, queries, keys, values, key, position, begin, end, bias, table, slope, ahead, scale, here,
+    acc, odd, l_i, m_i, running, queries, keys, values, key, position, begin, end, bias, table, slope, ahead, scale,
+    here,
     BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, SEVERAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add a block of keys to a softmax: Σ p·v, the weights themselves, and the score whose weight is 1.
@@ -128,7 +130,7 @@ def split(
     HEADS: tl.constexpr, ALIGN: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, EDGED: tl.constexpr,
     REACH: tl.constexpr, STEADY: tl.constexpr, SEVERAL: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write what one program finds in its keys of one head: Σ p·v, Σ p and the score whose weight is 1, for every row."""
+    """Write what one program finds in its keys of one head, for every row: Σ p·v, Σ p, the score whose weight is 1."""
     let_next_begin(EARLY)
     b, program = tl.program_id(0), tl.program_id(1)
     key_heads = sizes.key_heads
@@ -210,16 +212,16 @@ def split(
     l_i = tl.zeros([ROWS, N], tl.float32)
     if number < blocks:
         acc, odd, l_i, m_i = attend_block(
-            acc, odd, l_i, m_i, running, queries, keys, values, numbered(start, N), position, begin, end, bias, table, slope,
-            ahead, scale2, hi, BIAS, TWO_SIDED, SEVERAL, PRECISION,
+            acc, odd, l_i, m_i, running, queries, keys, values, numbered(start, N), position, begin, end, bias, table,
+            slope, ahead, scale2, hi, BIAS, TWO_SIDED, SEVERAL, PRECISION,
         )  # fmt: skip
     for block in tl.range(number + each_of, blocks, each_of):
         start = hi - (block + 1) * N
         keys = load_keys(base_k, k.row, start, lo, hi, D, N, WIDTH, ALIGN)
         values = load_keys(base_v, v.row, start, lo, hi, DV, N, VALUES, ALIGN)
         acc, odd, l_i, m_i = attend_block(
-            acc, odd, l_i, m_i, running, queries, keys, values, numbered(start, N), position, begin, end, bias, table, slope,
-            ahead, scale2, hi, BIAS, TWO_SIDED, SEVERAL, PRECISION,
+            acc, odd, l_i, m_i, running, queries, keys, values, numbered(start, N), position, begin, end, bias, table,
+            slope, ahead, scale2, hi, BIAS, TWO_SIDED, SEVERAL, PRECISION,
         )  # fmt: skip
     acc += odd
     at = (b * programs + program) * (sizes.group * sizes.queries) + row

@@ -14,9 +14,7 @@ m_i is the highest score at the diagonal, and stays: nothing is searched for or 
 rounded alike whatever else is read. float16 cannot hold weights far above 1: there, and with keys ahead of the query,
 m_i is the running maximum, rounded up to a whole number.
 
-`repair` then does again, with a running maximum and without reach, the blocks that could not be trusted: where weights
-were lost or too large; and all blocks of a head where a result is not finite, since a value that is NaN counts for
-queries that left it unread too. Nearly always it finds none.
+repair.py then does again the blocks that could not be trusted.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from lengthen.attention.backends.triton.tile import (
     LINEAR,
     LOG2E,
     NONE,
-    TABLE,
     entries,
     extent,
     first_position,
@@ -44,7 +41,6 @@ from lengthen.attention.backends.triton.tile import (
     of_head,
     power,
     slopes_of,
-    wait_for_last,
 )
 
 AGAIN = tl.constexpr(1024)  # keys that are read before reach is asked once more
@@ -52,8 +48,6 @@ STAYING, RUNNING, WHOLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # m
 LEAST = tl.constexpr(2.0**-90)  # how small an l_i is not trusted
 SHOWN, AHEAD, EDGES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # which keys may be hidden: none, far ones, any
 TAIL_STEP, TAILS = tl.constexpr(64), tl.constexpr(256)  # distances between a table's tails, and how many are looked at
-FLAGS = tl.constexpr(128)  # blocks whose flags are looked at together
-VANISHED = tl.constexpr(-150.0)  # the logarithm of a weight that float32 rounds to 0; a GPU may do so sooner
 
 
 class Rows(NamedTuple):
@@ -121,9 +115,10 @@ def attend_tile(
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr, ALIGN: tl.constexpr,
     BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, HIDDEN: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Read the keys [lo, hi), lo a multiple of N, into the running softmax; HIDDEN: which of them some queries do not see.
+    """Read the keys [lo, hi), lo a multiple of N, into the running softmax.
 
-    AHEAD: those too far ahead; EDGES: any. `even` is a bias that all have, where they have no other.
+    HIDDEN says which of them some queries do not see: those too far ahead (AHEAD), or any (EDGES). `even` is a bias
+    that all have, where they have no other.
     """
     RAMP: tl.constexpr = BIAS == LINEAR and HIDDEN == SHOWN and not TWO_SIDED
     for start in tl.range(lo, hi, N):
@@ -156,14 +151,15 @@ def attend_tile(
 def attend(
     acc, l_i, m_i, q, head, rows, bias, here, lo, hi, full_lo, full_hi, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr, ALIGN: tl.constexpr,
-    BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, EDGED: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Read the keys [lo, hi), with a mask only outside [full_lo, full_hi), from the nearest to the farthest."""
     inner_hi = tl.maximum(tl.minimum(full_hi, tl.maximum(hi - 1, 0) // N * N), lo // N * N)
     inner_lo = tl.minimum(tl.maximum(full_lo, (lo + (N - 1)) // N * N), inner_hi)
     acc, l_i, m_i = attend_tile(
         acc, l_i, m_i, q, head, rows, bias, here, inner_hi, hi, scale, 0.0,
-        D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, EDGES, NEAR, PRECISION,
+        D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, EDGES if EDGED else AHEAD, NEAR, PRECISION,
     )  # fmt: skip
     if FAR == STAYING:
         m_i = tl.where((m_i == float("-inf")) & (inner_lo < inner_hi), 0.0, m_i)
@@ -171,10 +167,11 @@ def attend(
         acc, l_i, m_i, q, head, rows, bias, here, inner_lo, inner_hi, scale, 0.0,
         D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, SHOWN, FAR, PRECISION,
     )  # fmt: skip
-    acc, l_i, m_i = attend_tile(
-        acc, l_i, m_i, q, head, rows, bias, here, lo // N * N, inner_lo, scale, 0.0,
-        D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, EDGES, NEAR, PRECISION,
-    )  # fmt: skip
+    if EDGED:
+        acc, l_i, m_i = attend_tile(
+            acc, l_i, m_i, q, head, rows, bias, here, lo // N * N, inner_lo, scale, 0.0,
+            D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, EDGES, NEAR, PRECISION,
+        )  # fmt: skip
     return acc, l_i, m_i
 
 
@@ -300,7 +297,7 @@ def forward(
             start = tl.maximum(segment_lo, lo)
             acc, l_i, m_i = attend(
                 acc, l_i, m_i, faded, head, rows, bias, here, start, until, full_lo, full_hi, scale2,
-                D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, NEAR, FAR, PRECISION,
+                D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, EDGED, NEAR, FAR, PRECISION,
             )  # fmt: skip
             until, segment_lo = start, segment_lo - segment
             if until > lo:
@@ -309,7 +306,7 @@ def forward(
         if BIAS == NONE:
             acc, l_i, m_i = attend(
                 acc, l_i, m_i, queries, head, rows, bias, here, lo, hi, full_lo, full_hi, scale2,
-                D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, NEAR, FAR, PRECISION,
+                D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, EDGED, NEAR, FAR, PRECISION,
             )  # fmt: skip
         else:
             start = tl.minimum(tl.maximum(here // N * N, low), tl.maximum(hi - 1, 0) // N * N)
@@ -363,8 +360,9 @@ def forward(
             )  # fmt: skip
             if BIAS == EXTENDED:
                 acc, l_i, m_i = attend_tile(
-                    acc, l_i, m_i, queries, head, rows, bias, here, start, middle, scale2, tl.load(head.table + bias.level),
-                    D, DV, WIDTH, VALUES, N, ALIGN, NONE, TWO_SIDED, SHOWN, FAR, PRECISION,
+                    acc, l_i, m_i, queries, head, rows, bias, here, start, middle, scale2,
+                    tl.load(head.table + bias.level), D, DV, WIDTH, VALUES, N, ALIGN, NONE, TWO_SIDED, SHOWN, FAR,
+                    PRECISION,
                 )  # fmt: skip
             more = sizes.keys
         if EDGED:
@@ -417,123 +415,3 @@ def faded_rows(base, row, stride, start, rates, h, steps, D: tl.constexpr, WIDTH
     """
     rows = load(base, row, stride, start, D, WIDTH, ALIGN)
     return (rows * power(rates, h, steps, D, WIDTH)).to(rows.dtype)
-
-
-@triton.jit(do_not_specialize=["scale", "neg_log2_tolerance"])
-def repair(
-    q, k, v, out, residual, lse, spans, rates, mask, bias, ball, sizes, segment, scale, neg_log2_tolerance,
-    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    ALIGN: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, EDGED: tl.constexpr, STEADY: tl.constexpr,
-    DECAY: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Do again what the forward could not be trusted with; its arguments are the forward's, but N, which is also the rows.
-
-    A program is one of several of a head. It looks at the flags of all the head's blocks, and does every so many-th.
-    """
-    wait_for_last(EARLY)
-    item = tl.program_id(0)
-    b, h = item // sizes.heads, item % sizes.heads
-    blocks = (sizes.queries + (M - 1)) // M
-    items = sizes.batch * sizes.heads
-    lost, odd = spans + (4 * items + item) * blocks, spans + (5 * items + item) * blocks
-    worst = tl.zeros([FLAGS], tl.int32)
-    for start in range(0, blocks, FLAGS):
-        block = start + tl.arange(0, FLAGS)
-        worst = tl.maximum(worst, tl.load(lost + block, mask=block < blocks, other=0))
-        worst = tl.maximum(worst, 2 * tl.load(odd + block, mask=block < blocks, other=0))
-    whole = tl.max(worst, 0)
-    if whole == 0:
-        return
-    for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
-        if (whole == 2) | (tl.load(lost + block) != 0):
-            lo, hi = item * 0 + sizes.keys, item * 0
-            for start in range(block * M, tl.minimum(block * M + M, sizes.queries), N):
-                row_lo, row_hi = repair_rows(
-                    item * 0 + start, b, h, q, k, v, out, residual, lse, rates, mask, bias, sizes, segment, scale,
-                    D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, EDGED, DECAY, PRECISION,
-                )  # fmt: skip
-                lo, hi = tl.minimum(lo, row_lo), tl.maximum(hi, row_hi)
-            tl.store(spans + item * blocks + block, tl.minimum(lo, hi))
-            tl.store(spans + (items + item) * blocks + block, hi)
-
-
-@triton.jit
-def repair_rows(
-    start, b, h, q, k, v, out, residual, lse, rates, mask, bias, sizes, segment, scale,
-    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr, ALIGN: tl.constexpr,
-    BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, EDGED: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Write N rows of out and lse from all keys that they see; return which those are.
-
-    Where the result is still not finite, a second sweep sums weights that are at most 1, so that no sum of finite values
-    overflows, and counts visible values that are not finite apart from the others.
-    """
-    local = tl.minimum(tl.arange(0, N), sizes.queries - 1 - start)
-    here = first_position(mask, b) + start
-    position = here + local
-    begin, end = interval(start + local, position, mask, b, sizes.keys, TWO_SIDED, EDGED)
-    some = begin <= end
-    hi = tl.max(tl.where(some, end + 1, 0), 0)
-    lo = tl.minimum(tl.min(tl.where(some, begin, 1 << 30), 0), hi)
-    slope, ahead = slopes_of(bias, h, BIAS)
-    rows = Rows(position, begin, end, slope * local.to(tl.float32))
-    head = Head(
-        of_head(k, b, h // sizes.group, ALIGN), of_head(v, b, h // sizes.group, ALIGN), k.row, v.row, lo, hi, slope, ahead,
-        bias.table + h.to(tl.int64) * bias.stride,
-    )  # fmt: skip
-    base_q = of_head(q, b, h, ALIGN)
-    queries = load(base_q, local, q.row, start, D, WIDTH, ALIGN)
-    m_i = tl.full([N], float("-inf"), tl.float32)
-    l_i = tl.zeros([N], tl.float32)
-    acc = tl.zeros([N, VALUES], tl.float32)
-    for key_lo in range(lo // N * N, hi, N):
-        if DECAY:
-            steps = position - key_lo // segment * segment
-            queries = faded_rows(base_q, local, q.row, start, rates, h, steps, D, WIDTH, ALIGN)
-        acc, l_i, m_i = attend_tile(
-            acc, l_i, m_i, queries, head, rows, bias, here, key_lo, tl.minimum(key_lo + N, hi), scale * LOG2E, 0.0,
-            D, DV, WIDTH, VALUES, N, ALIGN, BIAS, TWO_SIDED, EDGES, RUNNING, PRECISION,
-        )  # fmt: skip
-    log_sum = tl.where((m_i == float("inf")) | (l_i == 0), m_i, m_i + tl.log2(l_i))
-    acc = acc * (1 / tl.where(l_i == 0, 1.0, l_i))[:, None]
-    total = tl.sum(tl.sum(acc, 1), 0)
-    if total - total != 0.0:
-        acc = tl.zeros([N, VALUES], tl.float32)
-        odd = tl.zeros([N, VALUES], tl.float32)
-        unit = tl.where(log_sum == float("-inf"), 0.0, log_sum)
-        for key_lo in range(lo // N * N, hi, N):
-            key_lo = tl.multiple_of(key_lo, N)
-            if DECAY:
-                steps = position - key_lo // segment * segment
-                queries = faded_rows(base_q, local, q.row, start, rates, h, steps, D, WIDTH, ALIGN)
-            score = tile_scores(
-                queries, head, rows, bias, here, key_lo, scale * LOG2E, 0.0, D, WIDTH, N, ALIGN, BIAS, TWO_SIDED, EDGES,
-                PRECISION,
-            )  # fmt: skip
-            key = key_lo + tl.arange(0, N)
-            visible = (key[None, :] >= begin[:, None]) & (key[None, :] <= end[:, None])
-            values = load_before(head.v, tl.arange(0, N), head.v_row, key_lo, hi, DV, VALUES, ALIGN)
-            odd = tally(odd, visible, score - unit[:, None] <= VANISHED, values.to(tl.float32))
-            values = tl.where(tl.abs(values.to(tl.float32)) < float("inf"), values, 0.0).to(values.dtype)
-            p = tl.where(visible, tl.exp2(score - unit[:, None]), 0.0)
-            acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
-        acc += odd
-    store_rows(out, residual, lse, acc, log_sum / LOG2E, b, h, start, sizes, DV, N, VALUES, ALIGN)
-    return lo, hi
-
-
-@triton.jit
-def tally(odd, visible, vanished, values):
-    """Return odd with what visible values that are not finite add to each result: NaN, ∞, −∞, or 0 for nothing.
-
-    The products count ones, which is exact in any precision. A weight that has vanished makes NaN of ∞.
-    """
-    one = visible.to(tl.float32)
-    nan = tl.dot(one, (values != values).to(tl.float32), input_precision="tf32")
-    infinite = (tl.abs(values) == float("inf")).to(tl.float32)
-    nan = tl.dot((visible & vanished).to(tl.float32), infinite, nan, input_precision="tf32")
-    plus = tl.dot(one, (values == float("inf")).to(tl.float32), input_precision="tf32")
-    minus = tl.dot(one, (values == float("-inf")).to(tl.float32), input_precision="tf32")
-    odd += tl.where(plus > 0, float("inf"), 0.0)
-    odd += tl.where(minus > 0, float("-inf"), 0.0)
-    return odd + tl.where(nan > 0, float("nan"), 0.0)

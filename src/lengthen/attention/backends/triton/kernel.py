@@ -1,10 +1,10 @@
 """A kernel and its compiled variants: one for each set of its constants, and for nothing else.
 
-Triton's own launch looks at every argument, compiles a kernel again for numbers that are 1 or multiples of 16, and takes
-longer on the CPU than small kernels run on the GPU. Here a variant is compiled for what its constants say (widths, bias,
-dtype …): all other numbers are 32 bits wide and may be any, and strides come in units of ALIGN features. So a call that
-differs in lengths, batch, strides, window or padding compiles nothing, and a launch only hands its arguments over.
-Pointers are passed as numbers: of a tensor, Triton would ask the driver whose it is.
+Triton's own launch looks at every argument, compiles a kernel again for numbers that are 1 or multiples of 16, and
+takes longer on the CPU than small kernels run on the GPU. Here a variant is compiled for what its constants say
+(widths, bias, dtype …): all other numbers are 32 bits wide and may be any, and strides come in units of ALIGN features.
+So a call that differs in lengths, batch, strides, window or padding compiles nothing, and a launch only hands its
+arguments over. Pointers are passed as numbers: of a tensor, Triton would ask the driver whose it is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lengthen.attention.backends.triton.shapes import Shape
 from lengthen.attention.backends.triton.tile import Ball, Bias, Mask, Matrix, Sizes
 
 MATRIX = Matrix("*T", "i32", "i32", "i32")
-# What the arguments of kernels are, by name; those that are not here are numbers. *T points to the dtype of the queries.
+# What the arguments of kernels are, by name; others are numbers. *T points to the dtype of the queries.
 TYPES: dict[str, Any] = {
     **dict.fromkeys(("q", "k", "v", "out", "residual", "do", "dq", "dk", "dv", "x", "y"), MATRIX),
     **dict.fromkeys(("lse", "d_lse", "log_sums", "deltas", "d_biases", "rates", "radius"), "*fp32"),
@@ -34,6 +34,7 @@ TYPES: dict[str, Any] = {
     "ball": Ball("*T", "*fp32", "i32"),
     "sizes": Sizes("i32", "i32", "i32", "i32", "i32", "i32"),
 }
+OWN = ("parts", "tiles", "log_sums", "deltas")  # buffers of the backend's own, which begin at multiples of 16 bytes
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # what Triton asks, without its detour
 _runtime: Any = knobs.runtime
@@ -100,8 +101,8 @@ class Kernel:
         aligned: dict[tuple[int, ...], Any] = {}
         for i, name in enumerate(names):
             kind = "constexpr" if name in given else TYPES.get(name, "i32")
-            if kind is MATRIX and given["ALIGN"] > 1:
-                aligned[i, 0] = [["tt.divisibility", 16]]
+            if name in OWN or (kind is MATRIX and given["ALIGN"] > 1):
+                aligned[(i,) if name in OWN else (i, 0)] = [["tt.divisibility", 16]]
             signature[name] = _pointing(kind, POINTERS[dtype])
         fixed = {(names.index(name),): value for name, value in given.items()}
         source = ASTSource(fn=self.function, signature=signature, constexprs=fixed, attrs=aligned)

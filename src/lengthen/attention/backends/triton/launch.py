@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lengthen.attention.backends.ops import Results
-from lengthen.attention.backends.triton import backward, decode, forward, segment_of, shapes, table_grad, tile
+from lengthen.attention.backends.triton import backward, decode, forward, repair, segment_of, shapes, table_grad, tile
 from lengthen.attention.backends.triton import ball as balls
 from lengthen.attention.backends.triton import decay as decays
 from lengthen.attention.backends.triton.kernel import Interpreted, Kernel, Variant
@@ -41,7 +41,7 @@ KERNELS = {
     for kernel in (
         Kernel(balls.ball),
         Kernel(forward.forward),
-        Kernel(forward.repair, early=True),
+        Kernel(repair.repair, early=True),
         Kernel(backward.bwd_dq),
         Kernel(backward.farthest),
         Kernel(backward.bwd_dkv),
@@ -226,7 +226,7 @@ class Call:
         return float(self.two_sided) - math.log2(self.problem.tolerance) if self.problem.tolerance > 0 else 0.0
 
     def ball(self) -> Ball:
-        """Return the ball that reach uses, given or measured by a pass over the keys; without one everything is read."""
+        """Return the ball that reach uses, given or measured by a pass over keys; without one everything is read."""
         given, sizes = self.problem.ball, self.sizes
         if not self.reaches or (given is None and sizes.keys <= shapes.SHORT):
             return Ball(self.nothing, self.nothing, 0)
@@ -267,10 +267,10 @@ def faded(problem: Problem) -> tuple[Call, Pull]:
     each = problem.group if decay.rates.dim() > 1 or not one else 1  # heads that share keys, and cannot here
     if each > 1:
         k, v = (x.repeat_interleave(each, dim=1) for x in (k, v))
-    given = Call(replace(problem, k=k, v=v), rates, segment)
+    given = Call(problem._replace(k=k, v=v), rates, segment)
     k = scaled_rows(given, given.k, 0, grow=True)
     q = scaled_rows(given, given.q, start, grow=False) if one else q
-    call = Call(replace(problem, q=q, k=k, v=v, decay=None if one else decay, tolerance=0.0, ball=None), rates, segment)
+    call = Call(problem._replace(q=q, k=k, v=v, decay=None if one else decay, tolerance=0.0, ball=None), rates, segment)
 
     def pull(d_q: Tensor, d_k: Tensor, d_v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         d_q = scaled_rows(given, d_q, start, grow=False) if one else d_q
@@ -299,7 +299,7 @@ def scaled_rows(call: Call, x: Tensor, start: int, grow: bool) -> Tensor:
 def run_forward(call: Call, out: Tensor, lse: Tensor, residual: Tensor | None, spans: Tensor) -> None:
     """Launch the forward into its results."""
     problem, place, sizes = call.problem, call.place, call.sizes
-    attend, repair = call.widths.forward(call.kind, call.two_sided, call.edged, problem.decay is not None)
+    attend, again = call.widths.forward(call.kind, call.two_sided, call.edged, problem.decay is not None)
     arguments = (
         *(call.matrix(call.q), call.matrix(call.k), call.matrix(call.v), call.matrix(out)),
         Matrix(call.nothing, 0, 0, 0) if residual is None else call.matrix(residual),
@@ -308,7 +308,7 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, residual: Tensor | None, s
     )
     blocks, heads = spans.shape[3], sizes.batch * sizes.heads
     attend((blocks * sizes.batch, sizes.key_heads, sizes.group), *arguments)
-    repair((heads, min(blocks, -(-REPAIRERS // heads)), 1), *arguments)
+    again((heads, min(blocks, -(-REPAIRERS // heads)), 1), *arguments)
 
 
 def run_decode(call: Call, out: Tensor, lse: Tensor, read: Tensor) -> None:

@@ -161,7 +161,7 @@ def extent(begin, end, start, here, rows, mask, b, keys, TWO_SIDED: tl.constexpr
     """
     lo, full_hi = interval(start, here, mask, b, keys, TWO_SIDED, EDGED)
     full_lo, hi = interval(start + rows - 1, here + rows - 1, mask, b, keys, TWO_SIDED, EDGED)
-    if EDGED:
+    if EDGED:  # noqa: SIM102 (one is known when compiling, the other when running)
         if mask.listed != 0:
             some = begin <= end
             lo = tl.min(tl.where(some, begin, 1 << 30), 0)
