@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lengthen.attention.backends import reference
 from lengthen.attention.backends.chunked.forward import batches, careful_parts, sequences
-from lengthen.attention.backends.chunked.runs import Run, plan, together
+from lengthen.attention.backends.chunked.runs import Rows, Run, plan, together
 from lengthen.attention.backends.chunked.scores import Scores
 from lengthen.attention.backends.ops import Gradients, Results
 from lengthen.attention.biases import Bias, Decay, Linear, Table
@@ -72,6 +72,8 @@ class _Backward:
         self.lse = self.lse.masked_fill(self.lse == -torch.inf, 0)  # who sees nothing has no weights: e^(−∞ − 0)
         if missing := scores.v.shape[3] - self.out.shape[3]:
             self.out, self.d_out = (F.pad(x, (0, missing)) for x in (self.out, self.d_out))
+        numbers = (self.out, self.d_out, self.lse, self.delta)
+        self.out_rows, self.d_out_rows, self.lse_rows, self.delta_rows = (Rows(x) for x in numbers)
         for batch in batches(scores):
             lows, highs = self.spans[:, batch.start].tolist()
             windows = [list(zip(lo, hi, strict=True)) for lo, hi in zip(lows, highs, strict=True)]
@@ -86,10 +88,10 @@ class _Backward:
     def _add(self, run: Run) -> None:
         """Add what one run gives."""
         for call, bias, _ in self.scores.calls(run, self.fused):
-            q, k, v = call.take(self.scores.q), call.windows(self.scores.k), call.windows(self.scores.v)
-            d_out, lse = call.take(self.d_out), call.take(self.lse)
+            q, k, v = call.take(self.scores.rows), call.windows(self.scores.k), call.windows(self.scores.v)
+            d_out, lse = call.take(self.d_out_rows), call.take(self.lse_rows)
             if self.fused:
-                out, mask = call.take(self.out), bias.expand(q.shape[0], -1, -1, -1)
+                out, mask = call.take(self.out_rows), bias.expand(q.shape[0], -1, -1, -1)
                 d_q, d_k, d_v = flash_backward(
                     *(d_out, q, k, v, out, lse, 0.0, False), attn_mask=mask, scale=self.problem.scale
                 )
@@ -116,7 +118,7 @@ class _Backward:
         scale = self.problem.scale
         p = (product.detach() * scale).add_(bias).sub_(lse.unsqueeze(-1)).exp_()
         d_v = p.mT @ d_out
-        d_score = (d_out @ v.mT).sub_(run.take(self.delta).unsqueeze(-1)).mul_(p)
+        d_score = (d_out @ v.mT).sub_(run.take(self.delta_rows).unsqueeze(-1)).mul_(p)
         if self.d_along is not None:
             self._add_along(run, d_score)
         d_score *= scale

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lengthen.attention.backends import reference
 from lengthen.attention.backends.chunked import runs
-from lengthen.attention.backends.chunked.runs import Heads, Run, Window, plan, together
+from lengthen.attention.backends.chunked.runs import Heads, Run, Window, plan, together, width
 from lengthen.attention.backends.chunked.scores import Scores
 from lengthen.attention.backends.ops import Results, empty_results
 from lengthen.attention.biases import Bias
@@ -158,7 +158,7 @@ class _Reading:
             ]
             for at in same(read):  # only these end alike
                 for group in together(missing[at], self.scores.problem.group, at.start):
-                    more = self._read(group, batch, ends="lo" if ahead else "hi")
+                    more = self._read(group, batch, "lo" if ahead else "hi", read[at.start])
                     joined = [
                         (lo, max(hi, far[1])) if ahead else (min(lo, far[0]), hi)
                         for (lo, hi), far in zip(read[group.at.start], more, strict=True)
@@ -210,14 +210,15 @@ class _Reading:
         need = need.amin(dim=(0, 3)).floor().nan_to_num(nan=-torch.inf)
         return torch.maximum(torch.minimum(need, reached), most).long().tolist()
 
-    def _read(self, group: Heads, batch: slice, ends: str = "") -> list[Window]:
+    def _read(self, group: Heads, batch: slice, ends: str = "", before: Sequence[Window] = ()) -> list[Window]:
         """Read the windows of some heads, one for each block; return what was read, which may be a little more.
 
         With `ends` it is joined to what was read before.
         """
         scores, windows, heads = self.scores, group.windows, group.at
+        sizes = (scores.queries, scores.keys, heads.stop - heads.start, scores.q.shape[3])
         done = list(windows)
-        for planned in plan(windows, scores.queries, scores.keys, heads.stop - heads.start, scores.q.shape[3], ends):
+        for planned in plan(windows, *sizes, ends, width(before) // len(windows)):
             for run in planned.of(batch, heads, scores.problem.group):
                 for call, bias, blind in scores.calls(run, scores.fused):
                     out, lse = self._attend(call, bias, blind)
@@ -234,7 +235,7 @@ class _Reading:
     def _attend(self, run: Run, bias: Tensor, blind: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return out and lse over the keys of a run alone."""
         scores, scale = self.scores, self.scores.problem.scale
-        q, k, v = run.take(scores.q), run.windows(scores.k), run.windows(scores.v)
+        q, k, v = run.take(scores.rows), run.windows(scores.k), run.windows(scores.v)
         if scores.fused:
             out, lse = flash(q, k, v, attn_mask=bias.expand(q.shape[0], -1, -1, -1), scale=scale)
             if blind is not None:  # the kernel gives 0 for a row that sees nothing here

@@ -13,6 +13,7 @@ vector a head, seen through strides (1, 1): nothing of the size of the scores is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,6 +27,27 @@ GRAIN = 1 << 17  # scores for each thread: up to so many, a call may read any am
 NUMBERS = 1 << 21  # of the queries of one call: 8 MB, which memory is had for without asking the system each time
 
 Window = tuple[int, int]  # keys [lo, hi); empty where lo ≥ hi
+
+
+class Rows:
+    """Numbers of all queries, `[batch or 1, heads or 1, queries, …]`, and the same in the orders that calls take.
+
+    They are reversed once for all runs: each copy of its own would be one more time that threads wait for each other.
+    """
+
+    def __init__(self, natural: Tensor) -> None:
+        self.natural = natural
+
+    @functools.cached_property
+    def reversed(self) -> Tensor:
+        """The last row first."""
+        return self.natural.flip(2)
+
+    @functools.cached_property
+    def in_blocks(self) -> Tensor:
+        """Whole blocks, each with its last row first, `[…, blocks, ROWS, …]`."""
+        whole = self.natural.shape[2] // ROWS * ROWS
+        return torch.unflatten(self.natural[:, :, :whole], 2, (-1, ROWS)).flip(3)
 
 
 @dataclass(frozen=True)
@@ -68,17 +90,19 @@ class Run:
         """How many scores the call has."""
         return int(self.batch.stop - self.batch.start) * self.count * self.blocks * self.rows * self.width
 
-    def take(self, x: Tensor) -> Tensor:
-        """Return the run's rows of x, `[1 or batch, 1 or heads, rows, …]`, as its call has them: a copy."""
-        x = x[self.batch if x.shape[0] > 1 else slice(None), self.heads if x.shape[1] > 1 else slice(None), self.at[2]]
-        if self.blocks == 1:
-            return x.flip(2)
-        sizes = (self.blocks, self.rows)
-        x = torch.unflatten(x[0], 1, sizes).flip(2) if self.step else torch.unflatten(x[0].flip(1), 1, sizes)
-        return x.transpose(0, 1)
+    def take(self, x: Rows) -> Tensor:
+        """Return the run's rows of x, `[1 or batch, 1 or heads, rows, …]`, as its call has them: a view."""
+        batch = self.batch if x.natural.shape[0] > 1 else slice(None)
+        heads = self.heads if x.natural.shape[1] > 1 else slice(None)
+        if self.step:
+            first = self.start // ROWS
+            return x.in_blocks[batch, heads, first : first + self.blocks][0].transpose(0, 1)
+        end = x.natural.shape[2] - self.start
+        rows = x.reversed[batch, heads, end - self.blocks * self.rows : end]
+        return rows if self.blocks == 1 else torch.unflatten(rows[0], 1, (self.blocks, self.rows)).transpose(0, 1)
 
     def restore(self, x: Tensor) -> Tensor:
-        """Return what a call made, `[calls, heads, rows, …]`, in the order of the rows: `take` undone."""
+        """Return what a call made, `[calls, heads, rows, …]`, in the rows' natural order."""
         if self.blocks == 1:
             return x.flip(2)
         x = x.transpose(0, 1)
@@ -171,7 +195,7 @@ def width(windows: Sequence[Window]) -> int:
     return sum(max(0, hi - lo) for lo, hi in windows)
 
 
-def worth(read: int, needed: int, heads: int = 1) -> bool:
+def worth(read: int, needed: float, heads: int = 1) -> bool:
     """Return whether blocks may read so many keys in one call, in so many heads, where they need fewer."""
     return read <= WASTE * needed or read * ROWS * heads <= GRAIN * torch.get_num_threads()
 
@@ -199,14 +223,15 @@ def together(windows: Sequence[list[Window]], group: int, first: int = 0) -> lis
 
 
 def plan(
-    windows: Sequence[Window], queries: int, keys: int, heads: int, features: int, ends: str = ""
+    windows: Sequence[Window], queries: int, keys: int, heads: int, features: int, ends: str = "", before: int = 0
 ) -> Iterator[Run]:
     """Yield runs in which each block of `ROWS` queries reads its window, or a little more, in so many heads at once.
 
     Windows that move with their blocks are read together; of the others, neighbouring blocks become one while that
-    reads little more, or keeps threads busy. `ends` says of which end nothing more may be read: "lo", "hi", or neither.
+    reads little more, or keeps threads busy. `ends` says of which end nothing more may be read: "lo", "hi", or neither;
+    a block has read `before` keys there, on average, and little more than them and what it needs is little too.
     """
-    most = max(1, NUMBERS // (heads * ROWS * features))
+    most, little = max(1, NUMBERS // (heads * ROWS * features)), (1 - 1 / WASTE) * before
 
     def ends_alike(lo: int, hi: int, next_lo: int, next_hi: int) -> bool:
         return (ends != "lo" or lo == next_lo) and (ends != "hi" or hi == next_hi)
@@ -225,7 +250,7 @@ def plan(
             if not inside or not ends_alike(low, high, next_lo, next_hi) or (empty and not ends):
                 break
             if not empty:
-                if not worth(blocks * (wide_hi - wide_lo), reach, heads):
+                if not worth(blocks * (wide_hi - wide_lo), reach + blocks * little, heads):
                     break
                 low, high, needed, n = wide_lo, wide_hi, reach, blocks
         if n > 1:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lengthen.attention.backends.chunked.runs import Run
+from lengthen.attention.backends.chunked.runs import Rows, Run
 from lengthen.attention.biases import Bias, Decay, Table
 from lengthen.attention.masks import EVERYTHING, positions
 from lengthen.attention.problem import Problem
@@ -32,6 +32,7 @@ class Scores:
         self.queries, self.keys, self.width = self.q.shape[2], self.k.shape[2], self.v.shape[3]
         self.first, self.last = problem.interval()
         self.position = positions(self.queries, self.q_start, self.q.device)
+        self.places = [Rows(x[:, None]) for x in (self.first, self.last, self.position)]
         self.farthest = self.q_start + self.queries - 1
         self.distance = torch.arange(self.farthest, self.q_start - self.keys, -1, device=self.q.device)
         self.along = self.bias_along(problem.bias, self.q.dtype)
@@ -47,6 +48,7 @@ class Scores:
                 else F.pad(x, (0, widest - x.shape[3]))
                 for x in (self.q, self.k, self.v)
             )
+        self.rows = Rows(self.q)
         lengths = [float(torch.linalg.vector_norm(x, dim=-1).amax()) for x in (self.q, self.k)]
         self.largest = abs(problem.scale) * lengths[0] * lengths[1]  # no score is farther from 0, before its bias
         self.quiet = self._quiet() if self.fused and problem.bias is not None else self.along
@@ -107,7 +109,7 @@ class Scores:
         if self.problem.mask.formula() == (EVERYTHING, 1) and everybody:
             return None
         lo = run.lo + run.step * torch.arange(run.blocks, device=self.q.device).view(-1, 1, 1)
-        first, last, position = (run.take(x[:, None]) - lo for x in (self.first, self.last, self.position))
+        first, last, position = (run.take(x) - lo for x in self.places)
         end = position.clamp(max=run.width - 1) if not self.two_sided else run.width - 1
         if everybody and bool(((first <= 0) & (last >= end)).all()):
             return None
