@@ -145,5 +145,7 @@ def test_16_bits_are_too_few_for_a_radius() -> None:
 
 def test_a_ball_of_keys_in_another_dtype_is_refused() -> None:
     k = torch.randn(1, 1, 5, 8)
-    with pytest.raises(TypeError, match=r"ball: expected one of keys in torch\.float32 like k, its centre is .*torch\.bfloat16"):
+    with pytest.raises(
+        TypeError, match=r"ball: expected one of keys in torch\.float32 like k, its centre is .*torch\.bfloat16"
+    ):
         attention(k, k, k, bias=Linear(torch.ones(1)), ball=Ball.around(k.bfloat16()))

@@ -35,6 +35,12 @@ FIT: dict[str, Any] = {
     "both, places of their own": lambda: (
         inputs(3, keys=12) | {"mask": Bidirectional(), "q_start": torch.tensor([9, 2])}
     ),
+    "alibi": lambda: inputs(key_heads=2) | {"bias": Linear(alibi_slopes(4))},
+    "alibi, a window, fewer queries": lambda: inputs(5) | {"bias": Linear(alibi_slopes(4)), "mask": Window(3)},
+    "alibi, both": lambda: (
+        inputs(5, keys=12) | {"bias": Linear(alibi_slopes(4), torch.rand(4)), "mask": Bidirectional(), "q_start": 4}
+    ),
+    "a table, blocks": lambda: inputs() | {"bias": Table(torch.randn(4, 12)), "mask": Blockwise(4)},
 }
 
 
@@ -74,13 +80,33 @@ def spoilt(name: str, odd: float) -> dict[str, Any]:
 
 # Each call, what `backend="native"` says for refusing it, and whether lse is asked for.
 ONLY = "it knows full attention, and causal attention of as many queries as keys"
-BIASED = "it knows no bias and no decay, but as a matrix of scores"
-ODD = "an input, or the sum of so many, is not finite: a hidden NaN would leak"
+PAIRS = "it knows a bias only as a matrix of all pairs"
+BLIND = "a query may see nothing, for which it gives NaN"
+ODD = "an input, a score or the sum of so many is not finite: a hidden NaN would leak"
 UNFIT: dict[str, tuple[Any, str, bool]] = {
     "lse": (inputs, "it does not return lse", True),
-    "alibi": (lambda: inputs() | {"bias": Linear(alibi_slopes(4))}, BIASED, False),
-    "a table": (lambda: inputs() | {"bias": Table(torch.randn(4, 12))}, BIASED, False),
-    "a decay": (lambda: inputs() | {"decay": Decay(torch.ones(8))}, BIASED, False),
+    "a long call with a bias": (lambda: inputs(400) | {"bias": Linear(alibi_slopes(4))}, PAIRS, False),
+    "a bias, queries before the keys": (
+        lambda: inputs() | {"bias": Linear(alibi_slopes(4)), "q_start": -1},
+        BLIND,
+        False,
+    ),
+    "a bias, queries behind the keys": (
+        lambda: inputs() | {"bias": Linear(alibi_slopes(4)), "q_start": 3, "mask": Window(2)},
+        BLIND,
+        False,
+    ),
+    "a bias, padding": (
+        lambda: inputs() | {"bias": Linear(alibi_slopes(4)), "mask": Causal().padded(torch.tensor([2, 0]))},
+        BLIND,
+        False,
+    ),
+    "a table that hides": (
+        lambda: inputs() | {"bias": Table(torch.randn(4, 12).masked_fill(torch.arange(12) > 3, -torch.inf))},
+        ODD,
+        False,
+    ),
+    "a decay": (lambda: inputs() | {"decay": Decay(torch.ones(8))}, "it knows no decay", False),
     "a window": (lambda: inputs() | {"mask": Window(5)}, ONLY, False),
     "blocks": (lambda: inputs() | {"mask": Blockwise(4)}, ONLY, False),
     "a causal mask of one's own": (lambda: inputs() | {"mask": Lagging()}, ONLY, False),
