@@ -49,7 +49,7 @@ FIT: dict[str, Any] = {
 def test_is_the_reference_wherever_it_is_fit(case: str, scale: float | None, assert_as_defined: Any) -> None:
     call = FIT[case]() | {"scale": scale}
     assert reason(call) is None
-    assert_as_defined(call, backend="native", lse=False)
+    assert_as_defined(call, backend="native", lse=False, dslopes=1e-6, dtable=1e-6, **{"dslopes ahead": 1e-6})
     assert pick(pose(**{"mask": Causal()} | call, needs_lse=False)) is native
 
 

@@ -61,9 +61,11 @@ def test_torch_finds_nothing_wrong_with_the_op(case: str) -> None:
 @pytest.mark.parametrize("loss", [lambda out: out.sum(), lambda out: out.square().sum()], ids=["sum", "square"])
 def test_a_second_derivative_is_refused(backend: str | None, case: str, loss: Callable[[Tensor], Tensor]) -> None:
     leaves, options = inputs(), CASES[case]()
+    if backend is None and case == "table":
+        pytest.skip("torch's own attention has one for a learned bias")
     out = attention(*leaves, **options, backend=backend)
     for leaf, grad in zip(leaves, torch.autograd.grad(loss(out), leaves, create_graph=True), strict=True):
-        with pytest.raises(RuntimeError, match="there is no second derivative"):
+        with pytest.raises(RuntimeError, match=r"there is no second derivative|derivative for .* is not implemented"):
             torch.autograd.grad(grad.sum(), leaf, retain_graph=True)
 
 
@@ -71,9 +73,9 @@ def test_a_second_derivative_is_refused(backend: str | None, case: str, loss: Ca
 def test_forward_mode_is_refused(case: str) -> None:
     (q, k, v), options = (x.detach() for x in inputs()), CASES[case]()
     for backend in (None, "chunked"):
-        with pytest.raises(NotImplementedError, match="there is no forward-mode derivative"):
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative|forward AD"):
             torch.func.jvp(lambda x: attention(q, x, v, **options, backend=backend), (k,), (k,))  # noqa: B023
-        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="there is no forward-mode derivative"):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative|forward AD"):
             attention(forward_ad.make_dual(q, q), k, v, **options, backend=backend)
     _, tangent = torch.func.jvp(lambda x: attention(q, x, v, **options, backend="reference"), (k,), (k,))
     assert tangent.abs().sum() > 0

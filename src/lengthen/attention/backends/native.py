@@ -80,10 +80,10 @@ def square(problem: Problem) -> bool:
 
 
 def matrix(problem: Problem) -> Tensor:
-    """Return the bias of all pairs, −∞ where hidden, `[heads, queries, keys]`."""
+    """Return the bias of all pairs, −∞ where hidden, `[1, heads, queries, keys]`: four dimensions, or torch is slow."""
     assert problem.bias is not None
     j = torch.arange(problem.k.shape[2])
     first, last = (x[0, :, None] for x in problem.interval())
     visible = (j >= first) & (j <= last)
     distance = positions(problem.q.shape[2], problem.q_start, j.device)[0, :, None] - j
-    return problem.bias.at(distance.where(visible, 0), problem.compute).masked_fill(~visible, -torch.inf)
+    return problem.bias.at(distance.where(visible, 0), problem.compute).masked_fill(~visible, -torch.inf)[None]
