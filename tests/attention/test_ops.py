@@ -73,9 +73,9 @@ def test_a_second_derivative_is_refused(backend: str | None, case: str, loss: Ca
 def test_forward_mode_is_refused(case: str) -> None:
     (q, k, v), options = (x.detach() for x in inputs()), CASES[case]()
     for backend in (None, "chunked"):
-        with pytest.raises(NotImplementedError, match="no forward-mode derivative|forward AD"):
+        with pytest.raises(NotImplementedError, match=r"no forward-mode derivative|forward AD"):
             torch.func.jvp(lambda x: attention(q, x, v, **options, backend=backend), (k,), (k,))  # noqa: B023
-        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative|forward AD"):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"no forward-mode derivative|forward AD"):
             attention(forward_ad.make_dual(q, q), k, v, **options, backend=backend)
     _, tangent = torch.func.jvp(lambda x: attention(q, x, v, **options, backend="reference"), (k,), (k,))
     assert tangent.abs().sum() > 0

@@ -7,6 +7,8 @@ with delta = Σ_j p·dp = do·out. Sums are in a fixed order without atomics, so
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -72,8 +74,7 @@ class _Backward:
         self.lse = self.lse.masked_fill(self.lse == -torch.inf, 0)  # who sees nothing has no weights: e^(−∞ − 0)
         if missing := scores.v.shape[3] - self.out.shape[3]:
             self.out, self.d_out = (F.pad(x, (0, missing)) for x in (self.out, self.d_out))
-        numbers = (self.out, self.d_out, self.lse, self.delta)
-        self.out_rows, self.d_out_rows, self.lse_rows, self.delta_rows = (Rows(x) for x in numbers)
+        self.rows = [Rows(x) for x in (self.d_out, self.lse, self.out, self.delta)]
         for batch in batches(scores):
             lows, highs = self.spans[:, batch.start].tolist()
             windows = [list(zip(lo, hi, strict=True)) for lo, hi in zip(lows, highs, strict=True)]
@@ -89,14 +90,14 @@ class _Backward:
         """Add what one run gives."""
         for call, bias, _ in self.scores.calls(run, self.fused):
             q, k, v = call.take(self.scores.rows), call.windows(self.scores.k), call.windows(self.scores.v)
-            d_out, lse = call.take(self.d_out_rows), call.take(self.lse_rows)
+            d_out, lse, out, delta = (call.take(x) for x in self.rows)
             if self.fused:
-                out, mask = call.take(self.out_rows), bias.expand(q.shape[0], -1, -1, -1)
+                mask = bias.expand(q.shape[0], -1, -1, -1)
                 d_q, d_k, d_v = flash_backward(
                     *(d_out, q, k, v, out, lse, 0.0, False), attn_mask=mask, scale=self.problem.scale
                 )
             else:
-                d_q, d_k, d_v = self._plainly(call, bias, q, k, v, d_out, lse)
+                d_q, d_k, d_v = self._plainly(call, bias, q, k, v, d_out, lse, delta)
             into_q, into_k, into_v = self.totals[:3]
             assert into_q is not None and into_k is not None and into_v is not None  # noqa: PT018
             into_q[call.at] = call.restore(d_q)[..., : into_q.shape[3]]
@@ -104,7 +105,7 @@ class _Backward:
             call.add_windows(into_v, d_v[..., : into_v.shape[3]])
 
     def _plainly(
-        self, run: Run, bias: Tensor, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, lse: Tensor
+        self, run: Run, bias: Tensor, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of a run's q, k and v in plain torch, and add those of the bias and of the decay."""
         each, decay = q.shape[1] // k.shape[1], self.problem.decay
@@ -118,7 +119,7 @@ class _Backward:
         scale = self.problem.scale
         p = (product.detach() * scale).add_(bias).sub_(lse.unsqueeze(-1)).exp_()
         d_v = p.mT @ d_out
-        d_score = (d_out @ v.mT).sub_(run.take(self.delta_rows).unsqueeze(-1)).mul_(p)
+        d_score = (d_out @ v.mT).sub_(delta.unsqueeze(-1)).mul_(p)
         if self.d_along is not None:
             self._add_along(run, d_score)
         d_score *= scale
@@ -156,33 +157,26 @@ class _Backward:
     def _carefully(self) -> None:
         """Add all gradients as the reference has them, for what is not finite."""
         bias, decay = self.problem.bias, self.problem.decay
+        given = (*(bias.tensors if bias is not None else (None, None)), None if decay is None else decay.rates)
         for rows, part in careful_parts(self.problem):
-            q, k, v = (x.detach().requires_grad_() for x in (part.q, part.k, part.v))
-            given = [
-                None if x is None else x.detach().requires_grad_() for x in (bias.tensors if bias else (None, None))
-            ]
-            rates = None if decay is None else decay.rates.detach().requires_grad_()
+            leaves = [None if x is None else x.detach().requires_grad_() for x in (part.q, part.k, part.v, *given)]
+            tensors: dict[str, Any] = dict(zip("qkv", leaves, strict=False))
+            part = part._replace(**tensors)
+            if bias is not None:
+                part = part._replace(bias=_with(bias, leaves[3:5]))
+            if leaves[5] is not None:
+                part = part._replace(decay=Decay(leaves[5]))
             with torch.enable_grad():
-                found = reference.run(
-                    part._replace(
-                        q=q,
-                        k=k,
-                        v=v,
-                        bias=None if bias is None else _with(bias, given),
-                        decay=None if rates is None else Decay(rates),
-                    )
-                )
-            upstream = [self.d_out[:, :, rows], None if self.d_lse is None else self.d_lse[:, :, rows]]
-            used = [(y, g) for y, g in zip(found, upstream, strict=True) if g is not None]
-            leaves = [
-                (i, x) for i, x in enumerate((q, k, v, *given, rates)) if x is not None and self.totals[i] is not None
+                found = reference.run(part)
+            upstream = (self.d_out[:, :, rows], None if self.d_lse is None else self.d_lse[:, :, rows])
+            ys, gs = zip(*[(y, g) for y, g in zip(found, upstream, strict=True) if g is not None], strict=True)
+            wanted = [
+                (x, into) for x, into in zip(leaves, self.totals, strict=True) if x is not None and into is not None
             ]
-            ys, gs = zip(*used, strict=True)
-            grads = torch.autograd.grad(ys, [x for _, x in leaves], gs, allow_unused=True, materialize_grads=True)
-            for (i, _), grad in zip(leaves, grads, strict=True):
-                into = self.totals[i]
-                assert into is not None
-                (into[:, :, rows] if i == 0 else into).add_(grad)
+            xs = [x for x, _ in wanted]
+            grads = torch.autograd.grad(ys, xs, gs, allow_unused=True, materialize_grads=True)
+            for (x, into), grad in zip(wanted, grads, strict=True):
+                (into[:, :, rows] if x is leaves[0] else into).add_(grad)
 
 
 def _with(bias: Bias, tensors: list[Tensor | None]) -> Bias:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,40 +64,16 @@ def power_of_2(n: int, at_least: int = 16) -> int:
     return max(at_least, 1 << (n - 1).bit_length())
 
 
-@dataclass(frozen=True)
 class Widths:
     """What kernels are compiled for, but for bias and mask: worked out once for a device, a dtype and widths."""
 
-    device: torch.device
-    dtype: torch.dtype
-    head_dim: int
-    value_dim: int
-    precision: str
-
-    @functools.cached_property
-    def align(self) -> int:
-        """What all strides are multiples of."""
-        return 16 if self.head_dim % 16 == 0 and self.value_dim % 16 == 0 else 1
-
-    @functools.cached_property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """The widths, and the powers of two that hold them."""
-        return self.head_dim, self.value_dim, power_of_2(self.head_dim), power_of_2(self.value_dim)
-
-    @functools.cached_property
-    def rows(self) -> int:
-        """How many queries are in the forward's blocks."""
-        return shapes.span(self.head_dim, self.value_dim, self.dtype)
-
-    @functools.cached_property
-    def early(self) -> bool:
-        """Whether kernels may begin before the last has ended."""
-        return lets_begin_early(self.device)
-
-    @functools.cached_property
-    def known(self) -> dict[tuple[Any, ...], tuple[Launch, Launch]]:
-        """The forward and its repair, by bias and mask."""
-        return {}
+    def __init__(self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, precision: str) -> None:
+        self.device, self.dtype, self.head_dim, self.value_dim = device, dtype, head_dim, value_dim
+        self.precision, self.early = precision, lets_begin_early(device)
+        self.sizes = head_dim, value_dim, power_of_2(head_dim), power_of_2(value_dim)
+        self.align = 16 if head_dim % 16 == 0 and value_dim % 16 == 0 else 1  # what all strides are multiples of
+        self.rows = shapes.span(head_dim, value_dim, dtype)  # queries in the forward's blocks
+        self.known: dict[tuple[Any, ...], tuple[Launch, Launch]] = {}  # the forward and its repair, by bias and mask
 
     def shape(self, kernel: str, decayed: bool = False) -> Shape:
         """Return how a kernel cuts its work."""
