@@ -75,7 +75,10 @@ def test_forward_mode_is_refused(case: str) -> None:
     for backend in (None, "chunked"):
         with pytest.raises(NotImplementedError, match=r"no forward-mode derivative|forward AD"):
             torch.func.jvp(lambda x: attention(q, x, v, **options, backend=backend), (k,), (k,))  # noqa: B023
-        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"no forward-mode derivative|forward AD"):
+        with (
+            forward_ad.dual_level(),
+            pytest.raises(NotImplementedError, match=r"no forward-mode derivative|forward AD"),
+        ):
             attention(forward_ad.make_dual(q, q), k, v, **options, backend=backend)
     _, tangent = torch.func.jvp(lambda x: attention(q, x, v, **options, backend="reference"), (k,), (k,))
     assert tangent.abs().sum() > 0

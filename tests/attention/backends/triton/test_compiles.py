@@ -26,7 +26,7 @@ from lengthen.attention.problem import pose
 
 SHARED = 227 * 1024  # bytes of shared memory that a program can have
 HEADS, KEYS = 4, 1024
-FORWARD, BACKWARD = "ball forward repair", "bwd_dq farthest bwd_dkv gather fold"
+FORWARD, BACKWARD = "enclose forward repair", "bwd_dq farthest bwd_dkv gather fold"
 Case = tuple[str, dict[str, Any]]  # the kernels to compile of a call, and the call
 
 
@@ -100,7 +100,7 @@ PULLED = PLAIN | {"ALIGN": {1, 16}, "GROUPED": EITHER, "OF_BIAS": EITHER, "DECAY
 BRANCHES: dict[str, dict[str, dict[str, set[Any]]]] = {
     "few": {"forward": {}, "bwd_dkv": {}, "split": {}},
     "forward": {
-        "ball": {"BIAS": {1, 2, 3}},
+        "enclose": {"BIAS": {1, 2, 3}},
         "forward": PLAIN | {"STEADY": EITHER, "DECAY": EITHER},
         "repair": PLAIN | {"STEADY": EITHER, "DECAY": EITHER},
         "scale_rows": {"GROW": EITHER},

@@ -1,6 +1,7 @@
 """Which variants of the kernels a call takes: they differ by constants alone, and have grids that CUDA takes."""
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from lengthen.attention.problem import pose
 Call = dict[str, Any]
 Draw = Callable[..., Call]
 SHAPES = dict(shapes.SHAPES)  # as they are, not as tests have them
-BACKWARD = {"ball", "forward", "repair", "bwd_dq", "farthest", "bwd_dkv"}
+BACKWARD = {"enclose", "forward", "repair", "bwd_dq", "farthest", "bwd_dkv"}
 
 
 class Launches:
@@ -117,7 +118,7 @@ def test_a_grid_holds_a_batch_of_any_size(queries: int, draw: Draw, launches: La
     call = draw(batch, 2, queries, 1, keys=20) | {"bias": Linear(torch.tensor([0.5, 0.1]))}
     call["ball"] = Ball.around(call["k"])
     launches.of(call, gradients=queries > 1)
-    expected = {"split", "join"} if queries == 1 else BACKWARD - {"ball"}
+    expected = {"split", "join"} if queries == 1 else BACKWARD - {"enclose"}
     assert set(launches.grids) == expected
     assert all(grid[0] >= batch for grid in launches.grids.values())
     assert all(max(grid[1:]) <= 65_535 for grid in launches.grids.values())
@@ -129,3 +130,14 @@ def test_blocks_fit_together(key: tuple[str, int, int]) -> None:
     assert forward.queries % dq.queries == 0
     assert dq.queries % dkv.queries == 0  # bwd_dq fills up what bwd_dkv reads to whole blocks of its own queries
     assert grad.queries == grad.keys
+
+
+@pytest.mark.parametrize("names", [("enclose", "forward", "repair"), ("bwd_dq", "farthest", "bwd_dkv")])
+def test_kernels_that_follow_each_other_share_a_launcher(names: tuple[str, ...]) -> None:
+    # Triton compiles one for each sequence of types, which takes longer than the small kernels do.
+    kernels = [launch_module().KERNELS[name].function.fn for name in names]
+    given = [inspect.signature(kernel).parameters.values() for kernel in kernels]
+    variable = [[x.name for x in each if x.annotation is inspect.Parameter.empty] for each in given]
+    assert len(variable[0]) > 12
+    assert variable[0] == variable[1] == variable[2]
+    assert len({len(each) for each in given}) == 1

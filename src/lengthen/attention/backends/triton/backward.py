@@ -260,17 +260,26 @@ def bwd_dq(
 
 
 @triton.jit
-def farthest(spans, far, mask, sizes, M: tl.constexpr, BLOCKS: tl.constexpr):
-    """Write how far behind and ahead of its first query any block of a head read, int32 `[2, batch · heads]`."""
+def farthest(
+    q, k, v, out, residual, do, dq, dk, dv, lse, d_lse, log_sums, deltas, d_biases, spans, far, rates, mask, bias,
+    sizes, segment, of_lse, scale,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, BLOCKS: tl.constexpr,
+    SPAN: tl.constexpr, ALIGN: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, EDGED: tl.constexpr,
+    GROUPED: tl.constexpr, OF_BIAS: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write how far behind and ahead of its first query any block of a head read, int32 `[2, batch · heads]`.
+
+    Its arguments are bwd_dq's: kernels that take the same share what Triton compiles to launch them.
+    """
     item = tl.program_id(0)
-    blocks = (sizes.queries + (M - 1)) // M
+    blocks = (sizes.queries + (SPAN - 1)) // SPAN
     q_start = first_position(mask, item // sizes.heads)
     behind = tl.zeros([BLOCKS], tl.int32)
     ahead = tl.zeros([BLOCKS], tl.int32)
     for start in range(0, blocks, BLOCKS):
         block = start + tl.arange(0, BLOCKS)
         span = spans + item * blocks + block
-        here = q_start + block * M
+        here = q_start + block * SPAN
         lo = tl.load(span, mask=block < blocks, other=1 << 30)
         hi = tl.load(span + sizes.batch * sizes.heads * blocks, mask=block < blocks, other=0)
         behind = tl.maximum(behind, tl.where(block < blocks, here - lo, 0))

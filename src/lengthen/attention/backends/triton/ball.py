@@ -32,30 +32,35 @@ def fall(bias, head, heads, keys, BIAS: tl.constexpr):
     return tl.where(there, (first - last) / LOG2E, 0.0)
 
 
-@triton.jit
-def ball(
-    k, centre, radius, bias, sizes, count, per_part,
-    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, ALIGN: tl.constexpr,
-    BIAS: tl.constexpr,
+@triton.jit(do_not_specialize=["scale", "neg_log2_tolerance"])
+def enclose(
+    q, k, v, out, residual, lse, spans, rates, mask, bias, ball, sizes, segment, scale, neg_log2_tolerance,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, HEADS: tl.constexpr,
+    ROWS: tl.constexpr, ALIGN: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, EDGED: tl.constexpr,
+    STEADY: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write the centre `[batch·key_heads, D]` and one part's radius `[batch·key_heads, count]` of one head of keys."""
+    """Write the centre and the radius of one part of one head of keys into the ball that the forward then reads.
+
+    Its arguments are the forward's: kernels that take the same share what Triton compiles to launch them.
+    """
     item, part = tl.program_id(0), tl.program_id(1)
     one = tl.arange(0, HEADS)
     falls = fall(bias, one, sizes.heads, sizes.keys, BIAS)
     feature = tl.arange(0, WIDTH)
+    centre, radius = ball.centre + item * D + feature, ball.radius + item * ball.parts + part
     if tl.max(tl.where(one // sizes.group == item % sizes.key_heads, falls, 0.0), 0) < FLAT:
-        tl.store(centre + item * D + feature, feature * 0.0, mask=feature < D)
-        tl.store(radius + item * count + part, float("inf"))
+        tl.store(centre, feature * 0.0, mask=feature < D)
+        tl.store(radius, float("inf"))
         return
     base = of_head(k, item // sizes.key_heads, item % sizes.key_heads, ALIGN)
     chosen = (tl.arange(0, SAMPLE).to(tl.int64) * sizes.keys) // SAMPLE
     some = tl.load(base + chosen[:, None] * k.row * ALIGN + feature[None, :], mask=feature[None, :] < D, other=0.0)
     middle = (tl.sum(some.to(tl.float32), 0) / SAMPLE).to(some.dtype).to(tl.float32)  # which a product takes as it is
     if part == 0:
-        tl.store(centre + item * D + feature, middle, mask=feature < D)
+        tl.store(centre, middle, mask=feature < D)
     worst = tl.zeros([ROWS], tl.float32)
-    begin = part * per_part
-    for start in tl.range(begin, tl.minimum(begin + per_part, sizes.keys), ROWS):
+    each = (sizes.keys + (ball.parts * ROWS - 1)) // (ball.parts * ROWS) * ROWS
+    for start in tl.range(part * each, tl.minimum(part * each + each, sizes.keys), ROWS):
         start = tl.multiple_of(start, ROWS)
         row = tl.minimum(tl.arange(0, ROWS), sizes.keys - 1 - start)  # rows past the end repeat the last
         away = load(base, row, k.row, start, D, WIDTH, ALIGN).to(tl.float32) - middle[None, :]
@@ -63,4 +68,4 @@ def ball(
         worst = tl.maximum(worst, tl.where(square == square, square, float("inf")))
     size = tl.sqrt(tl.max(worst, 0))
     size += SLACK * (size + tl.sqrt(tl.sum(middle * middle, 0)))
-    tl.store(radius + item * count + part, tl.where(size == size, size, float("inf")))
+    tl.store(radius, tl.where(size == size, size, float("inf")))

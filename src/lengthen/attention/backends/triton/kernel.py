@@ -24,11 +24,10 @@ MATRIX = Matrix("*T", "i32", "i32", "i32")
 # What the arguments of kernels are, by name; others are numbers. *T points to the dtype of the queries.
 TYPES: dict[str, Any] = {
     **dict.fromkeys(("q", "k", "v", "out", "residual", "do", "dq", "dk", "dv", "x", "y"), MATRIX),
-    **dict.fromkeys(("lse", "d_lse", "log_sums", "deltas", "d_biases", "rates", "radius"), "*fp32"),
+    **dict.fromkeys(("lse", "d_lse", "log_sums", "deltas", "d_biases", "rates"), "*fp32"),
     **dict.fromkeys(("tiles", "d_table", "parts", "units", "totals"), "*fp32"),
     **dict.fromkeys(("spans", "far", "read"), "*i32"),
     **dict.fromkeys(("scale", "neg_log2_tolerance"), "fp32"),
-    "centre": "*T",
     "mask": Mask("*i32", "*i32", "i32", "i32", "i32", "i32", "*i32", "i32", "i32"),
     "bias": Bias("*fp32", "*fp32", "*fp32", "i32", "i32", "i32", "*fp32", "i32"),
     "ball": Ball("*T", "*fp32", "i32"),

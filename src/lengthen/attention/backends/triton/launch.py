@@ -38,7 +38,7 @@ BLOCKS = 1024  # blocks of queries that `farthest` looks at together
 KERNELS = {
     kernel.name: kernel
     for kernel in (
-        Kernel(balls.ball),
+        Kernel(balls.enclose),
         Kernel(forward.forward),
         Kernel(repair.repair, early=True),
         Kernel(backward.bwd_dq),
@@ -96,6 +96,12 @@ class Widths:
                 self.variant("repair", small, *self.sizes, self.rows, REPAIRED, *rest),
             )
         return self.known[key]
+
+    def enclosing(self, heads: int, kind: int) -> Launch:
+        """Return the pass over the keys that measures their ball."""
+        shape, rest = Shape(power_of_2(heads, 1), BALL_ROWS, 4, 3), (False,) * 4
+        constants = (shape.queries, shape.keys, self.align, kind, *rest, self.precision, False)
+        return self.variant("enclose", shape, *self.sizes, *constants)
 
 
 @functools.cache
@@ -201,21 +207,16 @@ class Call:
         return float(self.two_sided) - math.log2(self.problem.tolerance) if self.problem.tolerance > 0 else 0.0
 
     def ball(self) -> Ball:
-        """Return the ball that reach uses, given or measured by a pass over keys; without one everything is read."""
+        """Return the ball that reach uses, given or room for one; without one everything is read."""
         given, sizes = self.problem.ball, self.sizes
         if not self.reaches or (given is None and sizes.keys <= shapes.SHORT):
             return Ball(self.nothing, self.nothing, 0)
         if given is not None:
             return Ball(self._kept(given.centre.contiguous()), self._kept(given.radius.contiguous()), 1)
-        head_dim, _, width, _ = self.widths.sizes
         per_part = max(BALL_KEYS, -(-sizes.keys // (balls.PARTS.value * BALL_ROWS)) * BALL_ROWS)
         parts, items = -(-sizes.keys // per_part), sizes.batch * sizes.key_heads
-        centre = self._kept(self.q.new_empty(items * head_dim))
+        centre = self._kept(self.q.new_empty(items * self.widths.head_dim))
         radius = self._kept(self.q.new_empty(items * parts, dtype=torch.float32))
-        heads = power_of_2(sizes.heads, 1)
-        shape = Shape(BALL_ROWS, BALL_ROWS, 4, 3)
-        measure = self.widths.variant("ball", shape, head_dim, width, BALL_ROWS, heads, self.widths.align, self.kind)
-        measure((items, parts, 1), self.matrix(self.k), centre, radius, self.bias, sizes, parts, per_part)
         return Ball(centre, radius, parts)
 
 
@@ -275,12 +276,15 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, residual: Tensor | None, s
     """Launch the forward into its results."""
     problem, place, sizes = call.problem, call.place, call.sizes
     attend, again = call.widths.forward(call.kind, call.two_sided, call.edged, problem.decay is not None)
+    ball = call.ball()
     arguments = (
         *(call.matrix(call.q), call.matrix(call.k), call.matrix(call.v), call.matrix(out)),
         Matrix(call.nothing, 0, 0, 0) if residual is None else call.matrix(residual),
-        *(place(lse), place(spans), place(call.rates), call.mask, call.bias, call.ball(), sizes, call.segment),
+        *(place(lse), place(spans), place(call.rates), call.mask, call.bias, ball, sizes, call.segment),
         *(problem.scale, call.neg_log2_tolerance),
     )
+    if ball.parts and problem.ball is None:
+        call.widths.enclosing(sizes.heads, call.kind)((sizes.batch * sizes.key_heads, ball.parts, 1), *arguments)
     blocks, heads = spans.shape[3], sizes.batch * sizes.heads
     attend((blocks * sizes.batch, sizes.key_heads, sizes.group), *arguments)
     again((heads, min(blocks, -(-REPAIRERS // heads)), 1), *arguments)
@@ -329,18 +333,14 @@ def run_backward(
     sums = lse.new_empty(3, sizes.batch, sizes.heads, spans.shape[3] * widths.rows)
     log_sums, deltas = sums[:2], sums[2]  # of whole blocks of queries; log_sums twice, the second time for a ramp
     far = q.new_empty(2, sizes.batch, sizes.heads, dtype=torch.int32)
-    shapes_of = {kernel: widths.shape(kernel, decayed) for kernel in ("bwd_dq", "bwd_dkv")}
-    blocks = -(-sizes.queries // shapes_of["bwd_dq"].queries)
+    of_dq, of_dkv = widths.shape("bwd_dq", decayed), widths.shape("bwd_dkv", decayed)
+    blocks = -(-sizes.queries // of_dq.queries)
     parts = lse.new_empty((2, sizes.batch, sizes.heads, blocks)) if of_bias else lse
 
-    def launch(kernel: str, of_q: Tensor, items: int, group: int) -> None:
-        shape = shapes_of[kernel]
-        variant = widths.variant(
-            *(kernel, shape, *widths.sizes, shape.queries, shape.keys, widths.rows, widths.align, call.kind),
-            *(call.two_sided, call.edged, sizes.group > 1, of_bias, decayed, widths.precision),
-        )
-        variant(
-            (items * sizes.batch, sizes.key_heads, group),
+    def launch(kernel: str, shape: Shape, grid: tuple[int, int, int], of_q: Tensor, *kinds: Any) -> None:
+        sides = (shape.queries, shape.keys, widths.rows, widths.align)
+        widths.variant(kernel, shape, *widths.sizes, *sides, *kinds, widths.precision)(
+            grid,
             *(call.matrix(x) for x in (of_q, k, v, out)),
             Matrix(call.nothing, 0, 0, 0) if residual is None else call.matrix(residual),
             *(call.matrix(x) for x in (d_out, d_q, d_k, d_v)),
@@ -348,11 +348,11 @@ def run_backward(
             *(call.mask, call.bias, sizes, call.segment, of_lse, problem.scale),
         )
 
-    launch("bwd_dq", q, blocks, sizes.group)
-    farthest = widths.variant("farthest", Shape(1, 1, 4, 1), widths.rows, BLOCKS)
-    farthest((sizes.batch * sizes.heads, 1, 1), place(spans), place(far), call.mask, sizes)
+    kinds = (call.kind, call.two_sided, call.edged, sizes.group > 1, of_bias, decayed)
+    launch("bwd_dq", of_dq, (blocks * sizes.batch, sizes.key_heads, sizes.group), q, *kinds)
+    launch("farthest", Shape(1, BLOCKS, 4, 1), (sizes.batch * sizes.heads, 1, 1), q, NONE, *(False,) * 5)
     faded_q = scaled_rows(call, q, 0, grow=False) if decayed else q
-    launch("bwd_dkv", faded_q, -(-sizes.keys // shapes_of["bwd_dkv"].keys), 1)
+    launch("bwd_dkv", of_dkv, (-(-sizes.keys // of_dkv.keys) * sizes.batch, sizes.key_heads, 1), faded_q, *kinds)
     if not of_bias:
         return d_q, d_k, d_v, None, None
     assert problem.bias is not None
