@@ -26,12 +26,13 @@ HOMES: dict[str, ModuleType] = {
     **dict.fromkeys(("ROWS", "LEAST", "WASTE", "GRAIN", "NUMBERS"), runs),
     **dict.fromkeys(("FEW", "SHORT", "USUAL", "UNIT", "TOGETHER", "CAREFUL"), forward),
     **dict.fromkeys(("TILE", "SAFE_EXPONENT"), scores),
+    "WINDOWS": backward,
     "STEP": importlib.import_module("lengthen.attention.reach"),
 }
 SMALL: dict[str, float] = {
     **{"ROWS": 8, "LEAST": 4, "WASTE": 1.3, "GRAIN": 256, "NUMBERS": 512},
     **{"FEW": 0, "SHORT": 0, "USUAL": -31.0, "UNIT": 4, "TOGETHER": 16, "CAREFUL": 256},
-    **{"TILE": 512, "SAFE_EXPONENT": 5.0, "STEP": 5},
+    **{"TILE": 512, "SAFE_EXPONENT": 5.0, "WINDOWS": 300, "STEP": 5},
 }
 
 
@@ -86,6 +87,7 @@ def constants() -> st.SearchStrategy[dict[str, float]]:
             "CAREFUL": st.sampled_from([16, 256, 4096]),
             "TILE": st.sampled_from([32, 256, 1024, 4096]),
             "SAFE_EXPONENT": st.sampled_from([2.0, 20.0]),
+            "WINDOWS": st.sampled_from([64, 512, 1 << 23]),
             "STEP": st.integers(3, 40),
             "threads": st.sampled_from([1, 3]),
         }

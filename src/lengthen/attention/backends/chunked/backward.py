@@ -21,6 +21,7 @@ from lengthen.attention.backends.ops import Gradients, Results
 from lengthen.attention.biases import Bias, Decay, Linear, Table
 from lengthen.attention.problem import Problem
 
+WINDOWS = 1 << 23  # scores of a call for each thread: it makes gradients of all its windows of keys, which overlap
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
@@ -82,7 +83,8 @@ class _Backward:
                 many = heads.at.stop - heads.at.start
                 for planned in plan(heads.windows, scores.queries, scores.keys, many, scores.q.shape[3]):
                     for run in planned.of(batch, heads.at, self.problem.group):
-                        self._add(run)
+                        for part in run.split(WINDOWS * torch.get_num_threads()):
+                            self._add(part)
         if self.d_along is not None:
             self._add_bias(self.d_along)
 

@@ -30,9 +30,9 @@ Window = tuple[int, int]  # keys [lo, hi); empty where lo ≥ hi
 
 
 class Rows:
-    """Numbers of all queries, `[batch or 1, heads or 1, queries, …]`, and the same in the orders that calls take.
+    """Numbers of all queries, `[batch or 1, heads or 1, queries, …]`, and the same with the last one first.
 
-    They are reversed once for all runs: each copy of its own would be one more time that threads wait for each other.
+    They are reversed once for most runs: each copy of its own would be one more time that threads wait for each other.
     """
 
     def __init__(self, natural: Tensor) -> None:
@@ -42,12 +42,6 @@ class Rows:
     def reversed(self) -> Tensor:
         """The last row first."""
         return self.natural.flip(2)
-
-    @functools.cached_property
-    def in_blocks(self) -> Tensor:
-        """Whole blocks, each with its last row first, `[…, blocks, ROWS, …]`."""
-        whole = self.natural.shape[2] // ROWS * ROWS
-        return torch.unflatten(self.natural[:, :, :whole], 2, (-1, ROWS)).flip(3)
 
 
 @dataclass(frozen=True)
@@ -91,15 +85,15 @@ class Run:
         return int(self.batch.stop - self.batch.start) * self.count * self.blocks * self.rows * self.width
 
     def take(self, x: Rows) -> Tensor:
-        """Return the run's rows of x, `[1 or batch, 1 or heads, rows, …]`, as its call has them: a view."""
+        """Return the run's rows of x, `[1 or batch, 1 or heads, rows, …]`, as its call has them."""
         batch = self.batch if x.natural.shape[0] > 1 else slice(None)
         heads = self.heads if x.natural.shape[1] > 1 else slice(None)
+        sizes = (self.blocks, self.rows)
         if self.step:
-            first = self.start // ROWS
-            return x.in_blocks[batch, heads, first : first + self.blocks][0].transpose(0, 1)
+            return torch.unflatten(x.natural[batch, heads, self.at[2]][0], 1, sizes).flip(2).transpose(0, 1)
         end = x.natural.shape[2] - self.start
         rows = x.reversed[batch, heads, end - self.blocks * self.rows : end]
-        return rows if self.blocks == 1 else torch.unflatten(rows[0], 1, (self.blocks, self.rows)).transpose(0, 1)
+        return rows if self.blocks == 1 else torch.unflatten(rows[0], 1, sizes).transpose(0, 1)
 
     def restore(self, x: Tensor) -> Tensor:
         """Return what a call made, `[calls, heads, rows, …]`, in the rows' natural order."""
