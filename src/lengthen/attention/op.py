@@ -32,10 +32,35 @@ OF_TORCH = {
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | None = ...,
+    decay: Decay | None = ...,
+    mask: Mask = ...,
+    scale: float | None = ...,
+    q_start: int | Tensor | None = ...,
+    tolerance: float | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: str | None = ...,
+    ball: Ball | None = ...,
+) -> Tensor: ...
 @overload
-def attention(q: Tensor, k: Tensor, v: Tensor, *options: Any, **more: Any) -> Tensor: ...
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | None = ...,
+    decay: Decay | None = ...,
+    mask: Mask = ...,
+    scale: float | None = ...,
+    q_start: int | Tensor | None = ...,
+    tolerance: float | None = ...,
+    *,
+    return_lse: Literal[True],
+    backend: str | None = ...,
+    ball: Ball | None = ...,
+) -> tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
