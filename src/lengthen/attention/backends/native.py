@@ -51,7 +51,8 @@ def unfit(problem: Problem) -> str | None:
         return "whether inputs are finite cannot be looked at, and a hidden NaN would leak"
     most = torch.finfo(problem.compute).max / k.shape[2]
     largest = [max(abs(float(end)) for end in x.detach().aminmax()) for x in (q, k, v, *biases)]
-    highest = largest[0] * largest[1] * q.shape[3] * abs(problem.scale) + sum(largest[3:])
+    farthest = q.shape[2] + k.shape[2]
+    highest = largest[0] * largest[1] * q.shape[3] * abs(problem.scale) + sum(largest[3:]) * farthest
     if not (highest < most and largest[2] < most):
         return "an input, a score or the sum of so many is not finite: a hidden NaN would leak"
     return None
