@@ -55,7 +55,7 @@ def test_from_words_to_a_model(data: str, tmp_path: Path, capsys: Capture) -> No
     assert f"  saved {last}\n" in said.out
     assert said.out.endswith(f"done after 4 steps; the model is {last / 'model.safetensors'}\n")
 
-    config = settings.build(Config, settings.read_toml(out / "config.toml"))
+    config = settings.build(Config, settings.read_toml(out / "config.toml", dict))
     assert (config.train.steps, config.model.width, config.model.vocab_size) == (4, 16, 258)
     assert config.evaluation_lengths == [16, 32]
     model = load(last)
@@ -98,7 +98,7 @@ def test_tensorboards_files(data: str, tmp_path: Path) -> None:
     seen = {event.step: event.value for event in events.Scalars("train/loss")}
     assert seen == pytest.approx(losses, rel=1e-6)
     assert [event.step for event in events.Scalars("validation/16")] == [0, 2]
-    assert settings.read_toml(out / "config.toml")["log"]["tensorboard"] is True
+    assert settings.read_toml(out / "config.toml", dict)["log"]["tensorboard"] is True
 
 
 def test_a_file_of_ones_own(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
@@ -146,7 +146,7 @@ def test_what_is_wrong_is_said(data: str, tmp_path: Path, capsys: Capture, monke
     said = refused(["tiny", "--data", data, "--model.layers", "two"], capsys)
     assert said == "--model.layers: expected a whole number, got 'two'"
     said = refused(["tiny", "--data", data, "--model.positions", "alibbi"], capsys)
-    assert said.startswith("model.positions = 'alibbi': ")
+    assert "model.positions = 'alibbi': " in said
     assert said.endswith("did you mean 'alibi'?")
     said = refused(["tiny", "--data", data, "--model.vocab_size", "100", *TINY, "--out", "a"], capsys)
     assert said == f"model.vocab_size: expected at least the 258 tokens of {data}, got 100"

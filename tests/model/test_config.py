@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from lengthen import positions
+from lengthen.checks import nearest
 from lengthen.model import ModelConfig, Transformer
-from lengthen.positions.options import nearest
 
 SIZES: dict[str, Any] = {"vocab_size": 19, "layers": 2, "width": 24, "heads": 4, "train_length": 40}
 OPTIONS: list[tuple[str, dict[str, Any]]] = [

@@ -1,6 +1,6 @@
 import pytest
 
-from lengthen.positions.options import choice, flag, nearest, number
+from lengthen.checks import choice, flag, nearest, number
 
 
 def test_number_accepts_whole_and_real_numbers() -> None:

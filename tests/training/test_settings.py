@@ -249,16 +249,16 @@ def test_a_word_below_what_is_no_table() -> None:
 def test_files(tmp_path: Path) -> None:
     path = tmp_path / "f.toml"
     path.write_text("[inner]\nsize = 3\n")
-    assert settings.read_toml(path) == {"inner": {"size": 3}}
+    assert settings.read_toml(path, dict) == {"inner": {"size": 3}}
     path.write_text("[inner\nsize = 3\n")
     with pytest.raises(ValueError, match=r"f\.toml: expected TOML, got something else: .*line 1"):
-        settings.read_toml(path)
+        settings.read_toml(path, dict)
     with pytest.raises(FileNotFoundError):
-        settings.read_toml(tmp_path / "none.toml")
+        settings.read_toml(tmp_path / "none.toml", dict)
 
 
 def test_a_date_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "f.toml"
     path.write_text("[inner]\nsize = 2020-01-01\n")
     with pytest.raises(TypeError, match=r"^f\.toml: inner.size: expected a whole number, got datetime.date"):
-        settings.build(Outer, settings.apply(settings.read_toml(path), [], Outer), "f.toml")
+        settings.build(Outer, settings.apply(settings.read_toml(path, dict), [], Outer), "f.toml")

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lengthen.attention.checks import can_look, describe, index_tensor, whole_number, wide_tensor
+from lengthen.attention.checks import can_look, index_tensor, wide_tensor
+from lengthen.checks import describe, whole_number
 
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:

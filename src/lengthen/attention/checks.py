@@ -1,4 +1,4 @@
-"""Checks of what a caller passes in: each error names the argument, what was expected and what came."""
+"""Checks of the tensors that a caller passes in."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lengthen.checks import describe
+
 WIDE = (torch.float32, torch.float64)  # what distances, slopes and tables are held in
-
-
-def describe(value: object) -> str:
-    """Say what came, shortly enough for an error message."""
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor of shape {list(value.shape)} on {value.device}"
-    return f"{value!r} ({type(value).__name__})"
 
 
 def can_read(value: Tensor) -> bool:
@@ -32,15 +27,6 @@ def on_device(name: str, value: Tensor, device: torch.device) -> Tensor:
     """Return `value` if it is on the device that q is on."""
     if value.device != device:
         raise ValueError(f"{name}: expected a tensor on {device} like q, got {describe(value)}")
-    return value
-
-
-def whole_number(name: str, value: object, at_least: int | None = None) -> int:
-    """Return `value` as an int, or say why it is not one."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected a whole number, got {describe(value)}")
-    if at_least is not None and value < at_least:
-        raise ValueError(f"{name}: expected at least {at_least}, got {value}")
     return value
 
 

@@ -20,7 +20,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from lengthen.attention.checks import can_look, describe, index_tensor, on_device, whole_number
+from lengthen.attention.checks import can_look, index_tensor, on_device
+from lengthen.checks import describe, whole_number
 
 EVERYTHING = 1 << 62  # behind a query: more than there are keys
 

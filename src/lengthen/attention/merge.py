@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lengthen.attention.checks import describe
+from lengthen.checks import describe
 
 Partial = tuple[Tensor, Tensor]
 

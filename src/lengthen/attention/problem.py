@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from lengthen.attention.biases import Bias, Decay, Linear, Table
-from lengthen.attention.checks import can_look, describe, index_tensor, on_device, whole_number
+from lengthen.attention.checks import can_look, index_tensor, on_device
 from lengthen.attention.masks import Mask, positions
 from lengthen.attention.reach import Ball, default_tolerance
+from lengthen.checks import describe, whole_number
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

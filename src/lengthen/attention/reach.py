@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 
 from lengthen.attention.biases import Bias
-from lengthen.attention.checks import describe, on_device
+from lengthen.attention.checks import on_device
 from lengthen.attention.masks import Causal, Mask, positions
+from lengthen.checks import describe
 
 NEAR = 128  # the public `reach` takes ℓ from this many of a query's nearest keys
 STEP = 4096  # positions looked at together

@@ -208,7 +208,7 @@ class Analysis:
 
 def wanted(given: str | None) -> list[str]:
     """Return the analyses that are asked for, in the order of NAMES."""
-    from lengthen.positions.options import nearest
+    from lengthen.checks import nearest
 
     asked = list(USUAL) if given is None else [word.strip() for word in given.split(",")]
     for word in asked:
@@ -227,7 +227,7 @@ def _corpus(directory: Path | None, asked: list[str], subject: Subject) -> Corpu
     if asked == ["recall"]:
         return None
     table = subject.checkpoint.path / "config.toml"
-    corpus = open_corpus(directory, from_table(read_toml(table), str(table)).data)
+    corpus = open_corpus(directory, from_table(read_toml(table, dict), str(table)).data)
     refuse_other_tokens(subject, corpus)
     return corpus
 

@@ -92,7 +92,7 @@ def train_one(config: Config, corpus: Corpus, folder: Path, tell: Tell) -> None:
 
     there = folder / "config.toml"
     if there.exists():
-        changes = differences(from_table(read_toml(there), str(there)), config)
+        changes = differences(from_table(read_toml(there, dict), str(there)), config)
         if changes:
             raise FileExistsError(
                 f"{folder}: holds a run with other settings ({'; '.join(changes)}); choose another --out"

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     subject = open_run(arguments.run, arguments.checkpoint, device)
     table = subject.checkpoint.path / "config.toml"
-    corpus = open_corpus(arguments.data, from_table(read_toml(table), str(table)).data)
+    corpus = open_corpus(arguments.data, from_table(read_toml(table, dict), str(table)).data)
     base = subject.model.config.train_length
     lengths = whole_numbers("--lengths", arguments.lengths) if arguments.lengths else _usual(base, corpus, arguments)
     beyond = [length for length in lengths if not reachable(subject, length)]

@@ -54,7 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     path = configs.find(arguments.config)
     words = [*arguments.keys, *([("log.tensorboard", "true")] if arguments.tensorboard else [])]
     # Read once before the data is, so that a wrong key is told at once; the vocabulary's size is then still to come.
-    draft = configs.from_table(settings.apply(settings.read_toml(path), words, configs.Config), str(path), vocab_size=1)
+    draft = configs.from_table(
+        settings.apply(settings.read_toml(path, dict), words, configs.Config), str(path), vocab_size=1
+    )
     with world(arguments.device) as here:
         corpus = _corpus(arguments.data, draft.data, here)
         config = configs.load(path, words, corpus.vocab_size)

@@ -26,8 +26,8 @@ try:
 except ImportError as problem:  # the base install is torch alone
     raise ImportError(f'lengthen.data needs numpy: pip install "lengthen[data]" ({problem})') from None
 
+from lengthen.checks import nearest
 from lengthen.data.tokenizer import Tokenizer, open_tokenizer
-from lengthen.positions.options import nearest
 
 FORMAT = "lengthen tokens"
 VERSION = 1

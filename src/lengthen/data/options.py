@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lengthen.attention.checks import describe, whole_number
+from lengthen.checks import describe, nearest, number, whole_number
 from lengthen.data.corpus import INDEX, fitting_dtype, read_index, sha256_of
 from lengthen.data.readers import Reading
 from lengthen.data.sources import Source
 from lengthen.data.tokenizer import BYTE_VOCAB_SIZE, optional
-from lengthen.positions.options import nearest, number
 
 DEFAULT_VOCAB_SIZE = 16384
 DEFAULT_SHARE = 0.05

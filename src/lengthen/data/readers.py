@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
+from lengthen.checks import nearest
 from lengthen.data.sources import Source
 from lengthen.data.tokenizer import optional
-from lengthen.positions.options import nearest
 
 BLOCK = 1 << 18  # what is read at once, and about how long a piece gets
 BOM = b"\xef\xbb\xbf"

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lengthen.attention.checks import describe
-from lengthen.positions.options import nearest
+from lengthen.checks import describe, nearest
 
 STANDARD_LIBRARY = "standard-library"  # the word for the default corpus
 PACKINGS = {".xz": "xz", ".lzma": "xz", ".gz": "gz", ".zst": "zst", ".bz2": "bz2"}

@@ -24,9 +24,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lengthen.attention.checks import whole_number
+from lengthen.checks import choice, flag, whole_number
 from lengthen.data.corpus import Tokens
-from lengthen.positions.options import choice, flag
 
 IGNORED = -100  # what torch's cross entropy leaves out
 _GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1

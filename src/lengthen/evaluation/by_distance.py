@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lengthen.attention import Mask
-from lengthen.attention.checks import whole_number
+from lengthen.checks import whole_number
 from lengthen.evaluation.capture import CHUNK_SCORES, Call, each_layer
 from lengthen.model import Transformer
 

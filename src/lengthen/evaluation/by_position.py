@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from lengthen.attention import Mask
-from lengthen.attention.checks import whole_number
+from lengthen.checks import whole_number
 from lengthen.data import Tokens
 from lengthen.evaluation.protocols import Reading
 from lengthen.model import Transformer

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lengthen.attention import Blockwise, Mask, Window
-from lengthen.attention.checks import whole_number
-from lengthen.positions.options import choice
+from lengthen.checks import choice, whole_number
 
 NAMES = ("nonoverlapping", "sliding", "blockwise", "window")
 

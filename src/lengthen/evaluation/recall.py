@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 from lengthen.attention import Mask
-from lengthen.attention.checks import whole_number
+from lengthen.checks import whole_number
 from lengthen.data import Corpus, prepare
 from lengthen.data.tokenizer import BYTE_END, BYTE_VOCAB_SIZE
 from lengthen.model import Transformer

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lengthen.attention import Causal, Mask
 from lengthen.attention.biases import Bias, Decay
-from lengthen.attention.checks import describe
+from lengthen.checks import describe
 from lengthen.evaluation.capture import CHUNK_SCORES, Call, each_layer
 from lengthen.model import Transformer
 

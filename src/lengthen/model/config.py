@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from lengthen.attention.checks import describe, whole_number
+from lengthen.checks import choice, describe, flag, number, whole_number
 from lengthen.positions import build
 from lengthen.positions.method import PositionMethod
-from lengthen.positions.options import choice, flag, number
 
 KINDS = ("decoder", "encoder")
 NORMS = ("layer", "rms")

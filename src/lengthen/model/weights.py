@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lengthen.checks import nearest
 from lengthen.model.config import ModelConfig
 from lengthen.model.transformer import Transformer
-from lengthen.positions.options import nearest
 
 KEY = "lengthen"  # the config's name in the file's metadata
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lengthen.attention.biases import Linear, alibi_slopes
-from lengthen.attention.checks import describe, whole_number
+from lengthen.checks import choice, describe, flag, number, whole_number
 from lengthen.positions.method import PositionMethod, widen
-from lengthen.positions.options import choice, flag, number
 
 
 class ALiBi(PositionMethod):

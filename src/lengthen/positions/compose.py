@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthen.attention.biases import Bias, Decay
-from lengthen.attention.checks import describe
+from lengthen.checks import describe
 from lengthen.positions.method import PLACES, Placed, PositionMethod
 from lengthen.positions.nothing import NoPosition
 

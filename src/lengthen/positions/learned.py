@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lengthen.attention.checks import whole_number
+from lengthen.checks import whole_number
 from lengthen.positions.method import PositionMethod, check_positions
 
 INIT_STD = 0.02  # that of GPT-2's and BERT's token and position embeddings

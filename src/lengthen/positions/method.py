@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from lengthen.attention.biases import Bias, Decay
-from lengthen.attention.checks import describe, index_tensor, whole_number
+from lengthen.attention.checks import index_tensor
+from lengthen.checks import describe, whole_number
 
 PLACES = ("embed", "rotate", "decay", "bias")
 

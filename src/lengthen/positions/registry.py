@@ -8,14 +8,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from lengthen.attention.checks import describe
+from lengthen.checks import describe, nearest
 from lengthen.positions.alibi import ALiBi
 from lengthen.positions.compose import compose
 from lengthen.positions.kerple import Kerple
 from lengthen.positions.learned import Learned
 from lengthen.positions.method import PositionMethod
 from lengthen.positions.nothing import NoPosition
-from lengthen.positions.options import nearest
 from lengthen.positions.rotary import Rotary
 from lengthen.positions.sandwich import Sandwich
 from lengthen.positions.sinusoidal import Sinusoidal

@@ -19,8 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from lengthen.attention.checks import whole_number
-from lengthen.positions.options import choice, number
+from lengthen.checks import choice, number, whole_number
 from lengthen.positions.rotation import Rotation
 
 SCALINGS = ("linear", "ntk", "yarn")

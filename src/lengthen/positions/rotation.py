@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lengthen.checks import choice, number
 from lengthen.positions import turned
 from lengthen.positions.method import Placed, PositionMethod, check_positions
-from lengthen.positions.options import choice, number
 
 
 class Angles(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lengthen.attention.biases import Table
-from lengthen.attention.checks import whole_number
+from lengthen.checks import whole_number
 from lengthen.positions.method import PositionMethod
 
 CHUNK = 1 << 21  # float64 numbers held at once: 16 MiB

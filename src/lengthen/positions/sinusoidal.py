@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lengthen.checks import number
 from lengthen.positions.method import PositionMethod, check_positions
-from lengthen.positions.options import number
 
 
 class Sinusoidal(PositionMethod):

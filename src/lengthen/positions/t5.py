@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from lengthen.attention.biases import Table
-from lengthen.attention.checks import whole_number
+from lengthen.checks import flag, whole_number
 from lengthen.positions.method import PositionMethod, widen
-from lengthen.positions.options import flag
 
 
 class T5(PositionMethod):

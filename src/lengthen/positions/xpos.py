@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lengthen.attention.biases import Decay
+from lengthen.checks import flag, number
 from lengthen.positions.method import Placed
-from lengthen.positions.options import flag, number
 from lengthen.positions.rotation import Rotation, Turned
 
 # How small a decay's power may get in a query or key, and so how large in another: far from what the dtype can hold.

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lengthen.attention.checks import whole_number
+from lengthen.checks import choice, nearest, number, whole_number
 from lengthen.model import ModelConfig
-from lengthen.positions.options import choice, nearest, number
 from lengthen.training import settings
 
 
@@ -189,7 +188,7 @@ def find(given: str | Path) -> Path:
 def load(name: str | Path, words: Iterable[tuple[str, str]] = (), vocab_size: int | None = None) -> Config:
     """Return the config in a file, or of a preset's name, with dotted overrides; `vocab_size` fills a gap."""
     path = find(name)
-    table = settings.apply(settings.read_toml(path), words, Config)
+    table = settings.apply(settings.read_toml(path, dict), words, Config)
     return from_table(table, str(path), vocab_size)
 
 

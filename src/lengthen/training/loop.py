@@ -124,7 +124,7 @@ class _Run:
                     )
         if resumed is None:
             return
-        saved = from_table(settings.read_toml(resumed.path / "config.toml"), str(resumed.path / "config.toml"))
+        saved = from_table(settings.read_toml(resumed.path / "config.toml", dict), str(resumed.path / "config.toml"))
         checkpoints.refuse_other_model(resumed.path, saved.model, config.model)
         if resumed.state["data"] != corpus.fingerprint:
             raise ValueError(

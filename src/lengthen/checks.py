@@ -1,4 +1,4 @@
-"""Checks of a method's options: each error names the option, what was expected and what came."""
+"""Checks of what a caller passes in: each error names the argument or key, what was expected and what came."""
 
 from __future__ import annotations
 
@@ -6,7 +6,21 @@ import difflib
 import math
 from collections.abc import Iterable
 
-from lengthen.attention.checks import describe
+
+def describe(value: object) -> str:
+    """Say what came, shortly enough for an error message."""
+    if hasattr(value, "dtype") and hasattr(value, "device"):  # a tensor; torch is not imported to ask
+        return f"a {value.dtype} tensor of shape {list(getattr(value, 'shape', ()))} on {value.device}"
+    return f"{value!r} ({type(value).__name__})"
+
+
+def whole_number(name: str, value: object, at_least: int | None = None) -> int:
+    """Return `value` as an int, or say why it is not one."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected a whole number, got {describe(value)}")
+    if at_least is not None and value < at_least:
+        raise ValueError(f"{name}: expected at least {at_least}, got {value}")
+    return value
 
 
 def number(name: str, value: object, *, above: float | None = None, at_least: float | None = None) -> float:
