@@ -238,7 +238,7 @@ ONES = torch.ones(4)
         (
             lambda: Table(torch.ones(2, 0), extended=True),
             ValueError,
-            r"Table\.values: expected a last value, for `extended` to repeat, got .*\[2, 0\]",
+            r"Table\.values: expected at least one distance, got .*\[2, 0\]",
         ),
         (
             lambda: Table(torch.ones(2, 4), torch.ones(2, 0), extended=True),

@@ -73,7 +73,7 @@ def test_a_second_derivative_is_refused(backend: str | None, case: str, loss: Ca
 def test_forward_mode_is_refused(case: str) -> None:
     (q, k, v), options = (x.detach() for x in inputs()), CASES[case]()
     for backend in (None, "chunked"):
-        with pytest.raises(NotImplementedError, match=r"no forward-mode derivative|forward AD"):
+        with pytest.raises(NotImplementedError, match=r"no derivative by torch.func|forward AD"):
             torch.func.jvp(lambda x: attention(q, x, v, **options, backend=backend), (k,), (k,))  # noqa: B023
         with (
             forward_ad.dual_level(),
@@ -186,6 +186,28 @@ def test_exported_it_is_the_same(case: str) -> None:
     exported = torch.export.export(layer, given)
     assert "lengthen.chunked" in str(exported.graph)
     torch.testing.assert_close(exported.module()(*given), layer(*given), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("length", [64, 600])
+def test_exported_once_it_serves_all_lengths(length: int) -> None:
+    layer, free = Layer(**CASES["alibi"]()), {2: torch.export.Dim("length", min=2, max=2000)}
+    given = tuple(x.detach() for x in inputs(torch.float32, length))
+    module = torch.export.export(layer, given, dynamic_shapes=[free] * 3).module()
+    for other in (2, 37, 700):
+        given = tuple(x.detach() for x in inputs(torch.float32, other))
+        torch.testing.assert_close(module(*given), layer(*given))
+
+
+def test_derivatives_by_torch_func_are_refused() -> None:
+    q, k, v = (x.detach() for x in inputs())
+
+    def total(x: Tensor) -> Tensor:
+        return attention(x, k, v, bias=Linear(alibi_slopes(4)), backend="chunked").sum()
+
+    with pytest.raises(NotImplementedError, match=r"no derivative by torch.func \(torch.autograd.grad takes it\)"):
+        torch.func.grad(total)(q)
+    with pytest.raises(NotImplementedError, match=r"no derivative by torch.func"):
+        torch.func.jvp(torch.vmap(total), (q[None],), (q[None],))
 
 
 @pytest.mark.parametrize("case", [*CASES, "short table"])

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lengthen.attention.checks import can_look, index_tensor, wide_tensor
-from lengthen.checks import describe, whole_number
+from lengthen.checks import describe, number, whole_number
 
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
@@ -117,10 +117,8 @@ class Table:
                     f"Table.ahead: expected {self.values.shape[0]} heads like values, got {describe(self.ahead)}"
                 )
         for name, values in (("values", self.values), ("ahead", self.ahead)):
-            if self.extended and values is not None and not values.shape[1]:
-                raise ValueError(
-                    f"Table.{name}: expected a last value, for `extended` to repeat, got {describe(values)}"
-                )
+            if values is not None and not values.shape[1]:
+                raise ValueError(f"Table.{name}: expected at least one distance, got {describe(values)}")
 
     @property
     def heads(self) -> int:
@@ -202,6 +200,10 @@ class Decay:
                 "Decay.rates: expected every rate in (0, 1], got values from "
                 f"{rates.min().item()} to {rates.max().item()}"
             )
+        if self.floor is not None:
+            floor = number("Decay.floor", self.floor, above=0)
+            if can_look(rates) and rates.numel() and floor > float(rates.detach().min()):
+                raise ValueError(f"Decay.floor: expected at most the lowest rate, {rates.min().item()}, got {floor}")
 
     def lowest(self) -> float | None:
         """Return a number that no rate is below; None where none is known and looking would have the CPU wait."""

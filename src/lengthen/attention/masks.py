@@ -15,7 +15,7 @@ exactly what it would see alone. The end of a sequence or document closes the in
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -43,8 +43,8 @@ class Mask:
         part of a longer sequence, are not padding.
         """
         for name, value in (("key_start", key_start), ("key_end", key_end)):
-            if value is not None and can_look(index_tensor(name, value, 1)) and bool((value < 0).any()):
-                raise ValueError(f"{name}: expected at least 0, got {value.min().item()}")
+            if value is not None and can_look(index_tensor(name, value, 1)) and bool((value.long() < 0).any()):
+                raise ValueError(f"{name}: expected at least 0, got {value.long().min().item()}")
         return replace(self, key_start=key_start, key_end=key_end)
 
     def packed(self, document_starts: Tensor) -> Self:
@@ -56,11 +56,26 @@ class Mask:
                 raise ValueError("document_starts: expected 0 ≤ document_starts[b, p] ≤ p, got a start outside that")
             if bool((starts.diff(dim=1) < 0).any()):
                 raise ValueError("document_starts: expected starts that never fall along a row, got one that does")
+            if bool((starts.gather(1, starts) != starts).any()):
+                raise ValueError("document_starts: expected a document to begin at its start, got one inside another")
         return replace(self, document_starts=document_starts)
 
     def span(self, position: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return first and last visible key for a query at `position` of a sequence; last None: to the end."""
-        raise NotImplementedError
+        raise NotImplementedError(f"mask: expected a class with a `span`, got {type(self).__name__}, which has none")
+
+    def _span(self, position: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the span, of which a class of one's own may have made anything."""
+        found: Any = self.span(position)
+        first, last = found if isinstance(found, tuple) and len(found) == 2 else (found, found)
+        for one in (first, position if last is None else last):
+            if not isinstance(one, Tensor) or one.is_floating_point() or one.shape != position.shape:
+                name = type(self).__name__
+                raise TypeError(
+                    f"mask: expected {name}.span to return two integer tensors like position (the second may be None), "
+                    f"got {describe(found)}"
+                )
+        return first, last
 
     def rows(self) -> dict[str, Tensor]:
         """Return what there is one row of for each sequence, by name."""
@@ -99,7 +114,7 @@ class Mask:
             key_end = on_device("mask.key_end", self.key_end, device).long().unsqueeze(1)
             after = (position >= key_end) & (position < keys)
             end, padding = torch.minimum(end, key_end - 1), after if padding is None else padding | after
-        first, last = self.span(position - start)
+        first, last = self._span(position - start)
         first = first.clamp(min=0) + start
         last = end if last is None else torch.minimum(last + start, end)
         if not self.two_sided:
@@ -107,7 +122,7 @@ class Mask:
         if padding is not None:
             last = torch.where(padding, first - 1, last)
         first, last = torch.broadcast_tensors(first, last)  # type: ignore[no-untyped-call]
-        return first, last
+        return first.clamp(max=keys), last.clamp(-1, keys - 1)  # inside already, but for who sees nothing
 
     def _document(self, position: Tensor, keys: int) -> tuple[Tensor, Tensor]:
         """Return the first and last position of each query's document."""
@@ -129,7 +144,7 @@ class Mask:
         """Return the same mask with its intervals computed, for calls of these sizes: once for all layers."""
         first, last = self.interval(queries, keys, q_start, device)
         kind = Listed if self.two_sided else ListedBehind
-        return kind(first.to(torch.int32).contiguous(), last.to(torch.int32).contiguous())
+        return kind(first.to(torch.int32).contiguous(), last.to(torch.int32).contiguous(), keys)
 
 
 def positions(queries: int, q_start: int | Tensor, device: torch.device) -> Tensor:
@@ -207,19 +222,39 @@ class Bidirectional(Band):
         return EVERYTHING, 1
 
 
-def of_band(shift: int, block: int, two_sided: bool) -> Band:
-    """Return a mask that has this band."""
-    if shift == EVERYTHING:
-        return Bidirectional() if two_sided else Causal()
-    return Window(shift + 1) if block == 1 else Blockwise(block)
+@dataclass(frozen=True, eq=False)
+class BandOf(Band):
+    """A band by its numbers, as an op takes it."""
+
+    shift: int
+    block: int
+
+    def band(self) -> tuple[int, int]:
+        """Return them."""
+        return self.shift, self.block
+
+
+class BandAheadOf(BandOf):
+    """The same, to the end."""
+
+    two_sided: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, eq=False)
 class Listed(Mask):
-    """Intervals that are computed already, int32 `[batch or 1, queries]`; made by `Mask.listed`."""
+    """Intervals that are computed already, int32 `[batch or 1, queries]`, among so many keys; made by `Mask.listed`."""
 
     first: Tensor
     last: Tensor
+    keys: int
+
+    def padded(self, key_start: Tensor | None = None, key_end: Tensor | None = None) -> Self:
+        """Refuse: the intervals are there."""
+        raise TypeError("mask: expected .padded(…) before .listed(…), got it after")
+
+    def packed(self, document_starts: Tensor) -> Self:
+        """Refuse: the intervals are there."""
+        raise TypeError("mask: expected .packed(…) before .listed(…), got it after")
 
     def rows(self) -> dict[str, Tensor]:
         """Return the intervals, by name."""
@@ -227,8 +262,9 @@ class Listed(Mask):
 
     def interval(self, queries: int, keys: int, q_start: int | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the intervals, for a call of the sizes that they were made for."""
-        if self.first.shape[1] != queries:
-            raise ValueError(f"mask: expected intervals for {queries} queries, got {describe(self.first)}")
+        if (self.first.shape[1], self.keys) != (queries, keys):
+            made = f"{self.first.shape[1]} queries and {self.keys} keys"
+            raise ValueError(f"mask: expected one listed for {queries} queries and {keys} keys, got one for {made}")
         return self.first.long(), self.last.long()
 
     def listed(self, queries: int, keys: int, q_start: int | Tensor, device: torch.device) -> Listed:

@@ -22,6 +22,8 @@ def merge(a: Partial, b: Partial) -> Partial:
         if not isinstance(part, tuple) or len(part) != 2:
             raise TypeError(f"{name}: expected the pair (out, lse) of attention(..., return_lse=True), got {part!r}")
         out, lse = part
+        if not all(isinstance(x, Tensor) for x in part):
+            raise TypeError(f"{name}: expected (out, lse), two tensors, got {', '.join(map(describe, part))}")
         if out.shape[:-1] != lse.shape:
             raise ValueError(
                 f"{name}: expected lse of out's shape without its last dimension, {list(out.shape[:-1])}, "

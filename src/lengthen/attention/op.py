@@ -133,7 +133,7 @@ def pick(problem: Problem, backend: str | None = None) -> Any:
             if choice.unfit(problem) is None:
                 return choice
         return chunked
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}{_hint(backend, BACKENDS)}")
     if reason := BACKENDS[backend].unfit(problem):
         raise ValueError(f"backend: {backend!r} cannot do this call: {reason}")

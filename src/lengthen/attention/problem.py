@@ -9,6 +9,7 @@ returns out and lse. reference.py defines what they are.
 from __future__ import annotations
 
 import math
+import sys
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from lengthen.attention.reach import Ball, default_tolerance
 from lengthen.checks import describe, whole_number
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FARTHEST = 1 << 60  # a position: distances between two stay inside 64 bits
 
 
 class Problem(NamedTuple):
@@ -51,7 +53,7 @@ class Problem(NamedTuple):
     @property
     def empty(self) -> bool:
         """Whether there is nothing to read, or nobody to read it."""
-        return not (self.q.numel() and self.v.numel())
+        return not (self.q.numel() and self.k.numel())
 
     def interval(self) -> tuple[Tensor, Tensor]:
         """Return the first and last key that each query sees, int64 `[batch or 1, queries]`."""
@@ -81,7 +83,7 @@ def pose(
             raise ValueError(f"mask.{name}: expected one row for each of {q.shape[0]} sequences, got {describe(value)}")
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
-    elif not isinstance(scale, int | float) or isinstance(scale, bool) or not math.isfinite(scale):
+    elif not isinstance(scale, int | float) or isinstance(scale, bool) or not abs(scale) <= sys.float_info.max:
         raise TypeError(f"scale: expected a finite number, got {describe(scale)}")
     if tolerance is None:
         tolerance = default_tolerance(q.dtype)
@@ -140,6 +142,8 @@ def _check_q_start(q_start: object, q: Tensor, k: Tensor) -> int | Tensor:
             )
         return keys - queries
     if not isinstance(q_start, Tensor):
+        if abs(whole_number("q_start", q_start)) > FARTHEST:
+            raise ValueError(f"q_start: expected a position within ±2^60, got {q_start}")
         return whole_number("q_start", q_start)
     starts = on_device("q_start", index_tensor("q_start", q_start, 1), q.device)
     if starts.shape[0] not in (1, batch):

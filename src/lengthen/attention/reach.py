@@ -73,6 +73,7 @@ class Ball:
     @classmethod
     def around(cls, k: Tensor, centred: bool = True) -> Ball:
         """Return a ball around the keys `[batch, key_heads, keys, head_dim]`; not centred, it is around the origin."""
+        _check_keys(k)
         compute = torch.promote_types(k.dtype, torch.float32)
         k = k.detach()
         if centred and k.shape[2]:
@@ -83,7 +84,11 @@ class Ball:
 
     def replaced(self, k: Tensor) -> Ball:
         """Return the ball that holds these keys too, of as many keys as before."""
+        _check_keys(k)
         radius = self.radius
+        if (*k.shape[:2], k.shape[3]) != self.centre.shape:
+            batch, heads, width = self.centre.shape
+            raise ValueError(f"k: expected [{batch}, {heads}, keys, {width}] like the ball's, got {describe(k)}")
         centre = self.centre.to(radius.dtype)
         # Norms, q·c and ℓ are rounded: each by less than head_dim·eps of ‖q‖·(‖c‖ + r). Eight times that.
         slack = 8 * k.shape[3] * torch.finfo(radius.dtype).eps
@@ -123,6 +128,11 @@ class Ball:
         return torch.cat(bounds, dim=2)
 
 
+def _check_keys(k: Tensor) -> None:
+    if not isinstance(k, Tensor) or k.dim() != 4 or not k.is_floating_point():
+        raise TypeError(f"k: expected keys [batch, key_heads, keys, head_dim] in floating point, got {describe(k)}")
+
+
 def reach(
     q: Tensor,
     k: Tensor,
@@ -157,17 +167,18 @@ def reach(
     last = torch.minimum(last, position)  # reach looks back; what is ahead has its own side
     farthest = max(0, int(position.max()))
     near_lse = []
-    for i in range(0, q.shape[2], NEAR):
-        rows = slice(i, i + NEAR)
-        lo = max(0, int(last[..., rows].amin()) - NEAR + 1)
-        hi = max(lo, int(last[..., rows].amax()) + 1)
-        j = torch.arange(lo, hi, device=q.device)
-        seen = (j >= first[..., rows, None]) & (j <= last[..., rows, None])
-        distance = (position[..., rows, None] - j).where(seen, 0).squeeze(1)
-        near = k[:, :, lo:hi].to(compute).repeat_interleave(problem.group, dim=1)
-        score = problem.scale * q[:, :, rows].to(compute) @ near.mT + bias.at(distance, compute).transpose(0, 1)
-        near_lse.append(score.masked_fill(~seen, -torch.inf).logsumexp(dim=-1))
-    limit = math.log(problem.tolerance) if problem.tolerance > 0 else -math.inf
-    limits = torch.cat(near_lse, dim=2) + limit - Ball.around(k).highest_score(q, problem.scale)
+    with torch.autocast(q.device.type, enabled=False):  # in 16 bits it would be no bound
+        for i in range(0, q.shape[2], NEAR):
+            rows = slice(i, i + NEAR)
+            lo = max(0, int(last[..., rows].amin()) - NEAR + 1)
+            hi = max(lo, int(last[..., rows].amax()) + 1)
+            j = torch.arange(lo, hi, device=q.device)
+            seen = (j >= first[..., rows, None]) & (j <= last[..., rows, None])
+            distance = (position[..., rows, None] - j).where(seen, 0).squeeze(1)
+            near = k[:, :, lo:hi].to(compute).repeat_interleave(problem.group, dim=1)
+            score = problem.scale * q[:, :, rows].to(compute) @ near.mT + bias.at(distance, compute).transpose(0, 1)
+            near_lse.append(score.masked_fill(~seen, -torch.inf).logsumexp(dim=-1))
+        limit = math.log(problem.tolerance) if problem.tolerance > 0 else -math.inf
+        limits = torch.cat(near_lse, dim=2) + limit - Ball.around(k).highest_score(q, problem.scale)
     far = bias.reach(limits, farthest).ceil().nan_to_num(nan=torch.inf, posinf=torch.inf).clamp(min=0)
     return torch.minimum(far, (position - first + 1).clamp(min=0).to(compute)).long()

@@ -29,6 +29,9 @@ def unfit(problem: Problem) -> str | None:
         return "it does not return lse"
     if problem.decay is not None:
         return "it knows no decay"
+    biases = [x for x in problem.bias.tensors if x is not None] if problem.bias is not None else []
+    if q.device.type == "cpu" and not all(can_look(x) for x in (q, k, v, *biases)):  # asked before any size is
+        return "whether inputs are finite cannot be looked at, and a hidden NaN would leak"
     inside = isinstance(problem.q_start, int) and 0 <= problem.q_start <= k.shape[2] - q.shape[2]
     if problem.bias is not None:
         if q.device.type != "cpu" or q.shape[1] * q.shape[2] * k.shape[2] > SHORT:
@@ -46,9 +49,6 @@ def unfit(problem: Problem) -> str | None:
         return None if fused else "its fused kernels are for 16 bits and head_dim up to 256, a multiple of 8"
     if q.device.type != "cpu":
         return f"it is not known to be exact on {q.device.type}"
-    biases = [x for x in problem.bias.tensors if x is not None] if problem.bias is not None else []
-    if not all(can_look(x) for x in (q, k, v, *biases)):
-        return "whether inputs are finite cannot be looked at, and a hidden NaN would leak"
     most = torch.finfo(problem.compute).max / k.shape[2]
     largest = [max(abs(float(end)) for end in x.detach().aminmax()) for x in (q, k, v, *biases)]
     farthest = q.shape[2] + k.shape[2]

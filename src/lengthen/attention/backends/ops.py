@@ -11,15 +11,17 @@ needs Σ_j p·dp = d_out·out more precisely than out is. `spans` are the keys [
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 
 from lengthen.attention.biases import Decay, Linear, Table
-from lengthen.attention.masks import Listed, ListedBehind, Mask, of_band
+from lengthen.attention.masks import BandAheadOf, BandOf, Listed, ListedBehind, Mask
 from lengthen.attention.problem import Problem
 from lengthen.attention.reach import Ball
 
@@ -64,8 +66,8 @@ def problem_of(*arguments: Any) -> Problem:
     bias = None
     if behind is not None:
         bias = Linear(behind, ahead) if linear else Table(behind, ahead, extended)
-    listed = Listed if two_sided else ListedBehind
-    mask: Mask = of_band(shift, block, two_sided) if first is None else listed(first, last)
+    banded, listed = (BandAheadOf, Listed) if two_sided else (BandOf, ListedBehind)
+    mask: Mask = banded(shift, block) if first is None else listed(first, last, k.shape[2])
     decay = None if rates is None else Decay(rates, floor)
     ball = None if centre is None else Ball(centre, radius, k.shape[2])
     return Problem(q, k, v, bias, decay, mask, scale, q_start if starts is None else starts, tolerance, ball)
@@ -84,14 +86,14 @@ def empty_results(q: Tensor, v: Tensor, spans: tuple[int, ...], wanted: bool) ->
 
 
 def _with_residual(results: Results) -> tuple[Tensor, ...]:
-    """Return an op's results, which are all tensors."""
+    """Return an op's results, which are all tensors, spans in one row."""
     out, lse, residual, spans = results
-    return out, lse, out.new_empty(0) if residual is None else residual, spans
+    return out, lse, out.new_empty(0) if residual is None else residual, spans.flatten()
 
 
 def unwatched(*tensors: Tensor) -> bool:
     """Return whether nothing wants to see the op, so that a call without gradients may leave out the dispatcher."""
-    if torch.compiler.is_compiling() or any(type(x) is not Tensor or x.is_meta for x in tensors):
+    if torch.compiler.is_compiling() or any(type(x) is not Tensor or x.is_meta or x.is_neg() for x in tensors):
         return False
     if forward_ad._current_level >= 0:
         return False
@@ -156,28 +158,34 @@ class Op:
         return self.op(*arguments)  # type: ignore[no-any-return]
 
     def _refuse_tangents(self, leaves: tuple[Tensor | None, ...]) -> None:
-        """Refuse forward-mode derivatives, which torch would otherwise take for 0."""
-        if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        """Refuse forward-mode derivatives, which torch would take for 0, and those of torch.func, which it cannot."""
+        if torch.compiler.is_compiling():
             return
         unpack: Callable[[Tensor], Any] = forward_ad.unpack_dual
-        if any(x is not None and unpack(x).tangent is not None for x in leaves):
-            raise NotImplementedError(
-                f"lengthen::{self.name}: there is no forward-mode derivative; "
-                "lengthen.attention(backend='reference') has one"
-            )
+        inside = torch._C._functorch.get_interpreter_stack() or ()
+        if any(one.key() in (TransformType.Grad, TransformType.Jvp) for one in inside):
+            what = "derivative by torch.func (torch.autograd.grad takes it)"
+        elif forward_ad._current_level >= 0 and any(x is not None and unpack(x).tangent is not None for x in leaves):
+            what = "forward-mode derivative"
+        else:
+            return
+        raise NotImplementedError(
+            f"lengthen::{self.name}: there is no {what}; lengthen.attention(backend='reference') has one"
+        )
 
     def _run(self, *arguments: Any) -> tuple[Tensor, ...]:
         with torch.autocast(arguments[0].device.type, enabled=False):
             return _with_residual(self.forward(problem_of(*arguments), True))
 
     def _fake(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-        return _with_residual(empty_results(q, v, self.spans(q, k, v), self.backward is not None))
+        spans = math.prod(self.spans(q, k, v))  # in one row: of a size that may be 1, a tracer would make a case
+        return _with_residual(empty_results(q, v, (spans,), self.backward is not None))
 
     def _run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         assert self.backward is not None
         *given, out, lse, residual, spans, d_out, d_lse, of_bias, of_rates = arguments
         with torch.autocast(out.device.type, enabled=False):
-            results = (out, lse, residual if residual.numel() else None, spans)
+            results = (out, lse, residual if residual.numel() else None, spans.view(self.spans(*given[:3])))
             found = self.backward(problem_of(*given), results, d_out, d_lse, of_bias, of_rates)
         return tuple(lse.new_empty(0) if x is None else x for x in found)
 

@@ -41,13 +41,14 @@ def run(problem: Problem) -> tuple[Tensor, Tensor]:
         score = score + problem.bias.at(distance, q.dtype).transpose(0, 1)
     score = score.masked_fill(~visible, -torch.inf)
 
-    lse = score.logsumexp(dim=-1)
-    weight = (score - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
+    blind = (score == -torch.inf).all(-1)  # the gradient of a log-sum-exp of these would be NaN
+    lse = score.masked_fill(blind[..., None], 0).logsumexp(dim=-1)
+    weight = (score - lse[..., None]).exp()
     if all_finite(weight, v):
         out = weight @ v
     else:  # 0·NaN of a hidden key is no NaN here, nor in a gradient: each pair is multiplied by itself
         out = torch.stack([(weight * x[:, :, None].where(visible, 0)).sum(-1) for x in v.unbind(-1)], dim=-1)
-    return out.to(problem.q.dtype), lse
+    return out.to(problem.q.dtype), lse.masked_fill(blind, -torch.inf)
 
 
 def product(problem: Problem, q: Tensor, k: Tensor, distance: Tensor, visible: Tensor) -> Tensor:

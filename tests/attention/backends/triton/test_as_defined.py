@@ -114,6 +114,11 @@ def test_a_table_may_go_on_with_its_last_value(mask: str, end: int, draw: Draw, 
     check(draw(1, 1, 80, mask=mask) | {"bias": Table(torch.randn(1, end), extended=True)})
 
 
+@pytest.mark.parametrize("ends", [(20, 1), (1, 5), (1,)])
+def test_a_side_may_be_one_value(ends: tuple[int, ...], draw: Draw, check: Check) -> None:
+    check(draw(1, 1, 80, mask="full") | {"bias": Table(*(torch.randn(1, end) for end in ends), extended=True)})
+
+
 def test_a_table_needs_to_cover_only_what_is_seen(draw: Draw, check: Check) -> None:
     # Blocks hold distances that no query sees: what lies in memory beside the table must not count.
     values = torch.full((3, 40), torch.nan)

@@ -61,11 +61,14 @@ class _Backward:
         out, self.lse, residual = results[:3]
         self.out = out.to(problem.compute) + (0 if residual is None else residual.to(problem.compute))
         self.d_out, self.d_lse = d_out.to(problem.compute), d_lse
+        if d_lse is not None:  # who saw nothing has a constant lse
+            self.d_lse = d_lse = d_lse.masked_fill(self.lse == -torch.inf, 0)
         self.delta = (self.d_out * self.out).sum(dim=-1) - (0 if d_lse is None else d_lse)
 
     def run(self) -> None:
         """Add all gradients."""
-        if int(self.spans.flatten()[0]) < 0 or not bool(torch.stack(self.d_out.aminmax()).isfinite().all()):
+        given = [x for x in (self.d_out, self.d_lse) if x is not None and x.numel()]
+        if int(self.spans.flatten()[0]) < 0 or not all(bool(torch.stack(x.aminmax()).isfinite().all()) for x in given):
             self._carefully()
             return
         self.scores = scores = Scores(self.problem)
@@ -114,7 +117,8 @@ class _Backward:
         k, v = (x.repeat_interleave(each, dim=1) for x in (k, v))
         leaves = [q, k]
         if decay is not None:
-            leaves = [x.detach().requires_grad_() for x in (q, k, decay.rates)]
+            # Rates in float64, since large parts of their gradient cancel.
+            leaves = [x.detach().requires_grad_() for x in (q, k, decay.rates.double())]
             decay = Decay(leaves[2], decay.floor)
         with torch.set_grad_enabled(decay is not None):
             product = self.scores.product(run, leaves[0], leaves[1], decay)

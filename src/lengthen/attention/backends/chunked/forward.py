@@ -101,7 +101,7 @@ def careful_parts(problem: Problem) -> Iterator[tuple[slice, Problem]]:
 
 
 def _listed(problem: Problem, first: Tensor, last: Tensor) -> Listed:
-    return (Listed if problem.mask.two_sided else ListedBehind)(first=first, last=last)
+    return (Listed if problem.mask.two_sided else ListedBehind)(first=first, last=last, keys=problem.k.shape[2])
 
 
 def batches(scores: Scores) -> Iterator[slice]:
@@ -124,9 +124,10 @@ class _Reading:
         if problem.bias is not None and problem.tolerance > 0 and many:
             ball = problem.ball
             if ball is None or problem.decay is not None:
-                ball = Ball.around(scores.k, centred=problem.decay is None)
-            self.highest = ball.highest_score(scores.q, problem.scale)
-            self.log_tolerance = math.log(problem.tolerance / len(self.sides))  # each side may leave its part unread
+                ball = Ball.around(problem.k, centred=problem.decay is None)
+            self.highest = ball.highest_score(problem.q, problem.scale)
+            # Each side may leave its part unread.
+            self.log_tolerance = math.log(problem.tolerance) - math.log(len(self.sides))
             self.usual = [self._usual(problem.bias, ahead) for ahead in self.sides]
 
     def _usual(self, bias: Bias, ahead: bool) -> list[int]:

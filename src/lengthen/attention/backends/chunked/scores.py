@@ -70,7 +70,7 @@ class Scores:
 
     def finite(self) -> bool:
         """Return whether no input, bias or score is NaN or infinite (a bias may be −∞), nor any sum of values."""
-        value = max(abs(float(end)) for end in self.v.aminmax())
+        value = max(abs(float(end)) for end in self.v.aminmax()) if self.width else 0.0
         biases = [abs(float(x.amax())) for x in self._biases() if x.numel()]
         most = torch.finfo(self.q.dtype).max / 4
         return self.largest + sum(biases) < most and value * self.keys < most

@@ -57,7 +57,7 @@ def unfit(problem: Problem) -> str | None:
         return f"head_dim and value width may be {WIDEST} at most in the kernels"
     if isinstance(problem.q_start, int) and not (-FARTHEST < problem.q_start < FARTHEST - q.shape[2]):
         return f"the kernels count positions to {FARTHEST}, and q_start is {problem.q_start}"
-    if problem.empty:
+    if problem.empty or not problem.v.shape[3]:
         return "there is nothing to read"
     return None if problem.decay is None else _undecayable(problem, problem.decay)
 

@@ -161,7 +161,8 @@ class Call:
             first, last, listed = self._kept(lists.first), self._kept(lists.last), 1
             stride = queries if lists.first.shape[0] > 1 else 0
         if isinstance(q_start, Tensor):
-            starts, moving, q_start = self._kept(q_start.to(torch.int32).expand(self.sizes.batch).contiguous()), 1, 0
+            near = q_start.clamp(-EVERYTHING, EVERYTHING).to(torch.int32)
+            starts, moving, q_start = self._kept(near.expand(self.sizes.batch).contiguous()), 1, 0
         shift, block = min(shift, EVERYTHING), min(block, EVERYTHING)
         self.edged = shift < EVERYTHING  # some query may not see the first key
         return Mask(first, last, listed, stride, shift, block, starts, moving, q_start)
@@ -178,6 +179,8 @@ class Call:
             return Bias(nothing, nothing, nothing, 0, 0, 0, nothing, 0)
         self.kind = EXTENDED if bias.extended else TABLE
         behind, other = bias.values.detach(), (bias.values if bias.ahead is None else bias.ahead).detach()
+        if bias.extended and other.shape[1] == 1:  # distance 0 is behind's: ahead begins at 1
+            other = other.expand(-1, 2)
         level, level_ahead = behind.shape[1] - 1, other.shape[1] - 1 if self.two_sided else 0
         parts = (other[:, 1:].flip(1), behind) if self.two_sided else (behind,)
         table = torch.cat(parts, dim=1).float() * LOG2E  # both sides, of which distance 0 is level_ahead-th
