@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,29 @@ def result(**changes: object) -> Result:
         perplexity_per_word=3.0, bits_per_byte=1.0, tokens_per_second=1.0, seconds=1.0, peak_bytes=None, device="cpu",
     )  # fmt: skip
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+def _append(folder: Path, first: int) -> None:
+    for step in range(first, first + 50):
+        results.append(folder, result(step=step))
+
+
+def test_two_at_once_leave_whole_lines(folder: Path) -> None:
+    (folder / "evaluation.jsonl").write_text('{"kind": "evalu')  # as a killed process leaves it
+    others = [threading.Thread(target=_append, args=(folder, first)) for first in (0, 100, 200)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join()
+    assert len(lines(folder)) == len(results.read(folder)) == 150
+
+
+def test_a_line_that_is_no_result_is_named(folder: Path) -> None:
+    path = folder / "evaluation.jsonl"
+    results.append(folder, result())
+    path.write_text(path.read_text().replace('"length"', '"lenght"'))
+    with pytest.raises(ValueError, match=r"evaluation.jsonl, line 1: unknown key 'lenght'; did you mean 'length'"):
+        results.read(folder)
 
 
 def test_the_verdict_is_the_longest_length_within_a_hundredth_of_the_best() -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from lengthen.cli.progress import amount, show_progress
 
 if TYPE_CHECKING:
+    from lengthen.data import Corpus
     from lengthen.evaluation import Result, Subject
 
 TIMES = (1, 2, 4, 8, 16, 32)  # the training length, by default
@@ -48,7 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     from lengthen.cli.corpus import open_corpus
     from lengthen.evaluation import evaluate, open_run, protocol, verdicts
-    from lengthen.evaluation.runs import reachable
     from lengthen.training.config import from_table
     from lengthen.training.settings import read_toml
 
@@ -56,9 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
     subject = open_run(arguments.run, arguments.checkpoint, device)
     table = subject.checkpoint.path / "config.toml"
     corpus = open_corpus(arguments.data, from_table(read_toml(table, dict), str(table)).data)
-    base = subject.model.config.train_length
+    base, longest = subject.model.config.train_length, subject.model.config.longest
     lengths = whole_numbers("--lengths", arguments.lengths) if arguments.lengths else _usual(base, corpus, arguments)
-    beyond = [length for length in lengths if not reachable(subject, length)]
+    beyond = [length for length in lengths if longest is not None and length > longest]
     if beyond:
         listed = ", ".join(f"{length:,}" for length in beyond)
         print(f"left out: {listed}: the model learned a vector for each position, and has no more of them")
@@ -92,11 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _usual(base: int, corpus: object, arguments: argparse.Namespace) -> list[int]:
+def _usual(base: int, corpus: Corpus, arguments: argparse.Namespace) -> list[int]:
     """Return the usual lengths, as far as the text goes."""
-    from lengthen.data import Corpus
-
-    assert isinstance(corpus, Corpus)
     there = len(corpus[arguments.split]) - 1
     return [base * times for times in TIMES if base * times <= there] or [base]
 
@@ -114,6 +111,8 @@ def whole_numbers(name: str, text: str) -> list[int]:
 
 def describe(subject: Subject, results: list[Result], data: str) -> str:
     """Return the results as a table, under a line that says what they are of."""
+    from lengthen.evaluation import Protocol
+
     config, first = subject.model.config, results[0]
     head = (
         f"\n{subject.checkpoint.path}: {config.positions}, trained at {config.train_length:,}; split {first.split!r} "
@@ -121,16 +120,11 @@ def describe(subject: Subject, results: list[Result], data: str) -> str:
     )
     rows = [("length", "×", "protocol", "loss ± s.e.", "perplexity", "per word", "bits/byte", "tokens/s", "memory")]
     for one in results:
-        name = one.protocol
-        if name == "sliding":
-            name += f", stride {one.stride:,}"
-        elif one.block is not None:
-            name += f", {one.block:,}"
         rows.append(
             (
                 f"{one.length:,}",
                 f"{one.length / one.train_length:g}",
-                name,
+                str(Protocol(one.protocol, one.length, one.stride, one.block)),
                 f"{one.loss:.4f}" + ("" if one.loss_se is None else f" ± {one.loss_se:.4f}"),
                 f"{one.perplexity:.3f}",
                 f"{one.perplexity_per_word:,.4g}",

@@ -12,7 +12,7 @@ import math
 import signal
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lengthen.data import Corpus
 from lengthen.model import Transformer
+from lengthen.model.score import autocast
 from lengthen.training import checkpoint as checkpoints
 from lengthen.training import settings
 from lengthen.training.batches import Batches, Work
@@ -182,7 +183,7 @@ class _Run:
         total = torch.zeros((), dtype=torch.float64, device=here.device)
         for number, (ids, targets, starts) in enumerate(passes):
             with last_pass(self.model, number == len(passes) - 1):
-                with self._autocast():
+                with autocast(here.device, self.precision):
                     loss, _ = self.model(ids, targets, document_starts=starts)
                 total += loss.detach()
                 # Processes average their gradients, and what is wanted is the mean over all of their targets.
@@ -240,19 +241,16 @@ class _Run:
     def _evaluate(self) -> None:
         config, tokens = self.config, self.corpus["validation"]
         rows = config.train.micro_batch or max(1, config.train.batch // self.here.size)
-        longest = config.model.position_options.get("max_length", config.model.train_length)
         for length in config.evaluation_lengths:
-            if "learned" in config.model.positions and length > longest:
+            if config.model.longest is not None and length > config.model.longest:
                 continue  # such a model has nothing for positions beyond its table
             fits = max(1, rows * config.model.train_length // length)
 
             def tell(part: float, length: int = length) -> None:
                 self.tell("evaluating", self.step, length, part)
 
-            with self._autocast():
-                loss, scored = loss_at(
-                    self.model, tokens, length, config.evaluation.tokens, fits, self.here, self.batches.validation, tell
-                )
+            task, limit = self.batches.validation, config.evaluation.tokens
+            loss, scored = loss_at(self.model, tokens, length, limit, fits, self.here, task, self.precision, tell)
             if length == config.model.train_length:
                 self.validation = self.step, loss
             record: Record = {"kind": "evaluation", "step": self.step, "length": length, "loss": loss}
@@ -279,10 +277,6 @@ class _Run:
         self.tell("saved", saved.path, self.step)
         self.clock = time.perf_counter()
         return saved.path
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        narrow = self.precision != torch.float32
-        return torch.autocast(self.here.device.type, dtype=self.precision) if narrow else nullcontext()
 
     def _start(self) -> Start:
         read = self.config.train.steps * self.config.train.batch * self.config.model.train_length
