@@ -243,7 +243,7 @@ ONES = torch.ones(4)
         (
             lambda: Table(torch.ones(2, 4), torch.ones(2, 0), extended=True),
             ValueError,
-            r"Table\.ahead: expected a last value",
+            r"Table\.ahead: expected at least one distance",
         ),
         (lambda: Decay(0.5), TypeError, r"Decay\.rates: expected a tensor, got 0\.5"),
         (lambda: Decay(ONES.half()), TypeError, r"Decay\.rates: expected float32 or float64 .*float16"),
