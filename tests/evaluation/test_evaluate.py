@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from lengthen.cli.main import main
+from lengthen.config import from_table
 from lengthen.data import Corpus, prepare
 from lengthen.evaluation import Result, evaluate, measure, open_run, protocol, results, verdicts
 from lengthen.training import World, train
-from lengthen.training.config import from_table
 
 TINY = {"vocab_size": 258, "layers": 1, "width": 16, "heads": 2, "train_length": 8}
 

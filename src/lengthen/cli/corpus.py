@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from lengthen.cli.progress import show_progress
+from lengthen.config import DataConfig
 from lengthen.data import Corpus, prepare
-from lengthen.training.config import DataConfig
 
 
 def default_folder(data: DataConfig) -> Path:
