@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lengthen import Linear, alibi_slopes, attention
 from lengthen.data import Corpus, Tokens
 from lengthen.evaluation import open_run
-from lengthen.evaluation.by_position import bucket_ends
+from lengthen.evaluation.analyses.positions import bucket_ends
 from lengthen.model import Transformer
 
 

@@ -19,7 +19,7 @@ CALL = "q = torch.randn(1, 1, 4, 8); assert attention(q, q, q).shape == q.shape"
         f"import torch, lengthen; attention = lengthen.attention; {CALL}",
         f"import torch; from lengthen import attention; {CALL}",
         f"import torch, lengthen.attention.biases; attention = lengthen.attention; {CALL}",
-        f"import torch, lengthen; lengthen.Linear; import lengthen.attention.op; attention = lengthen.attention; {CALL}",
+        f"import torch, lengthen as l; l.Linear; import lengthen.attention.op; attention = l.attention; {CALL}",
         f"import torch; from lengthen.model import Transformer; from lengthen import attention; {CALL}",
         f"import torch; from lengthen import *; {CALL}; positions.build('rope', heads=1, head_dim=8, width=8)",
         "import lengthen; lengthen.positions.names()",

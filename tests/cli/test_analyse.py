@@ -14,6 +14,7 @@ from lengthen.cli import analyse
 from lengthen.cli.flags import parse
 from lengthen.cli.main import main
 from lengthen.data import Corpus
+from lengthen.evaluation import analyses
 
 Capture = pytest.CaptureFixture[str]
 SMALL = {
@@ -170,15 +171,16 @@ def test_a_wrong_word_is_said(capsys: Capture) -> None:
 
 
 def test_results_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = analyse.write(tmp_path, "reach", {"rows": [1]})
+    path = analyses.write(tmp_path, {"kind": "reach", "rows": [1]})
     monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
-        analyse.write(tmp_path, "reach", {"rows": [2]})
-    assert json.loads(path.read_text()) == {"rows": [1]}
+        analyses.write(tmp_path, {"kind": "reach", "rows": [2]})
+    assert json.loads(path.read_text()) == {"kind": "reach", "rows": [1]}
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_help_has_every_name_and_an_example() -> None:
     assert analyse.__doc__ is not None
     assert all(re.search(rf"^  {name} ", analyse.__doc__, flags=re.MULTILINE) for name in analyse.NAMES)
     assert "\n  lengthen analyse " in analyse.__doc__
-    assert set(analyse.TABLES) == set(analyse.NAMES)
+    assert tuple(analyses.ANALYSES) == analyse.NAMES

@@ -14,6 +14,7 @@ import torch
 from lengthen import Blockwise, Transformer, Window
 from lengthen.data import Corpus
 from lengthen.evaluation import measure, protocol, score
+from lengthen.model.score import BATCH_TOKENS
 
 
 @torch.no_grad()
@@ -114,7 +115,7 @@ def test_an_interrupted_measurement_goes_on_where_it_was(
     tokens, one = corpus["train"], protocol("sliding", 16, 16, stride=3)
     targets, partial = len(tokens) - 1, folder / "partial.json"
     monkeypatch.setattr(measure, "SAVE_SECONDS", -1.0)
-    monkeypatch.setitem(measure.BATCH_TOKENS, "cpu", 64)
+    monkeypatch.setitem(BATCH_TOKENS, "cpu", 64)
     whole = score(model, tokens, one, targets)
 
     class StoppedError(Exception):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lengthen import ModelConfig, Transformer
 from lengthen.positions import build, turned
-from lengthen.positions.rotation import Angles, Rotation, Turned
+from lengthen.positions.rotation import Turned, turn
 
 SHAPES = [
     (2, 5, 4, 4, 8),
@@ -34,14 +34,12 @@ def tables_of(length: int, width: int) -> Tensor:
 def test_is_split_and_rotated_as_the_method_does(
     batch: int, length: int, heads: int, key_heads: int, width: int
 ) -> None:
-    method = build("rotary", heads=heads, head_dim=width, width=width * heads)
     tables = tables_of(length, width)
     first = torch.randn(batch, length, heads + 2 * key_heads, width, requires_grad=True)
     second = first.detach().clone().requires_grad_()
     got = turned.split(first, heads, key_heads, tables)
     q, k, v = (part.transpose(1, 2) for part in torch.split(second, [heads, key_heads, key_heads], dim=2))
-    assert isinstance(method, Rotation)
-    expected = method.turn(q, Angles(*tables[:2])), method.turn(k, Angles(*tables[2:])), v
+    expected = turn(q, tables[0], tables[1], "halves"), turn(k, tables[2], tables[3], "halves"), v
     pulls = [torch.randn_like(part) for part in got]
     torch.autograd.backward(got, pulls)
     torch.autograd.backward(expected, pulls)

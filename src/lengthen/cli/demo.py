@@ -12,7 +12,6 @@ where it was; one that is there already, with the same settings, is only shown a
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -54,6 +53,8 @@ def run(arguments: Arguments) -> int:
 
     began = time.monotonic()
     methods = arguments.methods
+    if not methods:
+        raise ValueError("--methods: expected the name of at least one position method, got none")
     configs = {name: config_of(name, arguments.steps, arguments.seed) for name in methods}  # a wrong name ends it here
     corpus = open_corpus(arguments.data, DataConfig())
     results: dict[str, list[Result]] = {}
@@ -135,20 +136,17 @@ def evaluate_one(folder: Path, corpus: Corpus, tokens: int, tell: Tell) -> list[
 
 def analyse_one(folder: Path, corpus: Corpus, tell: Tell) -> None:
     """Look into one run, as `lengthen analyse` does, at a few lengths and on a little text."""
-    from lengthen.cli.analyse import Analysis, header, write
-    from lengthen.evaluation import open_run
+    from lengthen.evaluation import analyses, open_run
 
     subject = open_run(folder)
     config = subject.model.config
-    options = argparse.Namespace(
-        tokens=ANALYSED, split="validation", blockwise=config.positions in BLOCKWISE, block=None, stride=None
-    )
     fitting = {name: times for name, times in ANALYSES.items() if name != "reach" or config.positions == "alibi"}
     for number, (name, times) in enumerate(fitting.items(), 1):
         if not (folder / "analysis" / f"{name}.json").exists():
-            analysis = Analysis(subject, corpus, [config.train_length * factor for factor in times], options)
-            found = getattr(analysis, name)(lambda stage, done, total: None)
-            write(folder, name, header(name, subject, corpus) | found)
+            lengths = [config.train_length * factor for factor in times]
+            more = {"blockwise": True} if name == "resolution" and config.positions in BLOCKWISE else {}
+            found = analyses.ANALYSES[name].analyse(subject, corpus, lengths, tokens=ANALYSED, **more)
+            analyses.write(folder, found)
         tell("analysing", number * ANALYSED, len(fitting) * ANALYSED)
 
 

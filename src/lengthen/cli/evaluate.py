@@ -51,21 +51,16 @@ def run(arguments: Arguments) -> int:
     """Evaluate, with progress; end with a table and the verdicts."""
     import torch
 
-    from lengthen.cli.corpus import open_corpus
-    from lengthen.config import Config
+    from lengthen.cli.corpus import corpus_of
     from lengthen.evaluation import evaluate, open_run, protocol, verdicts
     from lengthen.evaluation.runs import reachable
-    from lengthen.io import read_toml
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     subject = open_run(arguments.run, arguments.checkpoint, device)
-    corpus = open_corpus(arguments.data, read_toml(subject.checkpoint.path / "config.toml", Config).data)
+    corpus = corpus_of(subject, arguments.data)
     base = subject.model.config.train_length
-    lengths = (
-        whole_numbers("--lengths", arguments.lengths)
-        if arguments.lengths is not None
-        else _usual(base, corpus, arguments)
-    )
+    given = arguments.lengths
+    lengths = _usual(base, corpus, arguments) if given is None else whole_numbers("--lengths", given)
     beyond = [length for length in lengths if not reachable(subject, length)]
     if beyond:
         listed = ", ".join(f"{length:,}" for length in beyond)

@@ -1,8 +1,8 @@
 """What each layer's attention is given in a forward pass, and its scores in pieces, without a change to the model.
 
 `each_layer` makes one pass and hands every layer's call of the attention op to a function, as it happens, so that no
-two layers of a long text are ever held together. It puts a wrapper where `lengthen.model.transformer` looks the op up,
-for the time of the pass: what the model computes is what it always computes.
+two layers of a long text are ever held together. The model calls the op through a module (`AttentionOp`), which a
+forward hook observes for the time of the pass: what the model computes is what it always computes.
 
 Queries and keys come as the op has them, rotated. On short texts xPos's decay may be in them already (then `decay` is
 None): the scores are the same.
@@ -17,20 +17,20 @@ so that an analysis of length L needs memory in proportion to L. Analyses look b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lengthen.attention import Causal, Mask
 from lengthen.attention.biases import Bias, Decay
 from lengthen.attention.problem import pose
-from lengthen.model import Transformer, transformer
+from lengthen.model import Transformer
+from lengthen.model.score import evaluating
+from lengthen.model.transformer import AttentionOp
 
-OP = "attention"  # the name by which the model's module knows the op
 CHUNK_SCORES = 1 << 22  # scores held at once, over sequences and heads: 16 MB in float32
 CHUNK_ROWS = 256  # queries in a chunk at most
 SMALLEST = 345.0  # −log 1e−150: powers of a decay within a chunk stay above that
@@ -95,42 +95,43 @@ class Call:
         return q * by[0], k * by[1]
 
 
-@contextmanager
-def _instead(attention: Callable[..., Any]) -> Iterator[None]:
-    """Have models call another function in place of the attention op."""
-    before = getattr(transformer, OP)
-    setattr(transformer, OP, attention)
-    try:
-        yield
-    finally:
-        setattr(transformer, OP, before)
-
-
-@torch.no_grad()
 def each_layer(model: Transformer, ids: Tensor, tell: Callable[[Call], None], mask: Mask | None = None) -> Tensor:
     """Read `ids` `[batch, length]`, telling of each layer's call as it happens; return the model's last hidden states.
 
-    One at a time in a process: the op is wrapped for all models while the pass lasts. A model whose blocks are compiled
-    runs uncompiled here.
+    A model whose blocks are compiled runs uncompiled here.
     """
     if model.config.kind != "decoder":
         raise ValueError(f"model: expected a decoder, got an {model.config.kind}: these analyses look back, not ahead")
-    op: Callable[..., Any] = getattr(transformer, OP)
     seen = 0
 
-    def wrapper(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Any:
+    def observe(op: nn.Module, given: Any, named: Any) -> None:
         nonlocal seen
-        tell(Call(seen, q, k, v, **rest))
+        tell(Call(seen, *given, **named))
         seen += 1
-        return op(q, k, v, **rest)
 
-    was = model.training
-    model.eval()
+    ops = [module for module in model.modules() if isinstance(module, AttentionOp)]
+    handles = [op.register_forward_pre_hook(observe, with_kwargs=True) for op in ops]
     try:
-        with _instead(wrapper), torch.compiler.set_stance("force_eager"):
+        with evaluating(model):
             hidden = model.hidden(ids.to(next(model.parameters()).device), mask)
     finally:
-        model.train(was)
+        for handle in handles:
+            handle.remove()
     if seen != model.config.layers:
-        raise RuntimeError(f"each_layer: expected {model.config.layers} calls of the attention op, saw {seen}")
+        raise RuntimeError(f"each_layer: expected {model.config.layers} calls of an AttentionOp, saw {seen}")
     return hidden
+
+
+def summed(
+    model: Transformer, batches: Iterable[Tensor], measure: Callable[[Call], Tensor], mask: Mask | None = None
+) -> tuple[Tensor, int]:
+    """Return the sum over batches of texts of what is measured in each layer, `[layers, …]`, and how many texts."""
+    total, texts = torch.zeros(()), 0
+    for ids in batches:
+        layers: list[Tensor] = []
+        each_layer(model, ids, lambda call, layers=layers: layers.append(measure(call)), mask)  # type: ignore[misc]
+        total = total + torch.stack(layers).cpu()
+        texts += ids.shape[0]
+    if not texts:
+        raise ValueError("batches: expected at least one text, got none")
+    return total, texts

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
+from lengthen import io
 from lengthen.data import Tokens
 from lengthen.evaluation.memory import Peak
-from lengthen.evaluation.protocols import Protocol, Reading
+from lengthen.evaluation.protocols import Protocol
 from lengthen.model import Transformer
+from lengthen.model.score import Reading, window_losses
 
-BATCH_TOKENS = {"cpu": 16_384, "cuda": 131_072}  # read in one pass, if a window is shorter than that
 SAVE_SECONDS = 10.0
 
 Tell = Callable[[int, int], None]  # targets scored, and how many there are
@@ -56,6 +53,16 @@ class Tally:
         off = self.losses[seen] - self.loss * self.counts[seen]
         return float(math.sqrt(n / (n - 1) * float((off**2).sum())) / self.counts.sum())
 
+    def add(self, tokens: Tokens, one: Reading, losses: npt.NDArray[np.float64]) -> None:
+        """Add the losses of one window's tokens to the documents that their targets stand in."""
+        places = np.arange(one.start + one.context + 1, one.stop + 1)  # where the scored targets stand in the text
+        documents = np.searchsorted(tokens.documents, places, side="right") - 1
+        first, last = int(documents[0]), int(documents[-1]) + 1
+        here = documents - first
+        self.losses[first:last] += np.bincount(here, weights=losses[one.context :], minlength=last - first)
+        self.counts[first:last] += np.bincount(here, minlength=last - first)
+        self.windows += 1
+
     def per(self, tokens: Tokens, units: npt.NDArray[np.int64]) -> float:
         """Return nats per unit (bytes, words); of a document that was scored in part, its share of them counts."""
         sizes = np.diff(tokens.documents)
@@ -77,7 +84,7 @@ def score(
     """Score the first `targets` targets of a split.
 
     Args:
-        model: on the device that it shall run on, in `eval` mode.
+        model: on the device that it shall run on.
         tokens: the split.
         protocol: how it is read.
         targets: how many are scored; the split has one token more, at least.
@@ -87,78 +94,44 @@ def score(
     """
     if not 1 <= targets < len(tokens):
         raise ValueError(f"targets: expected 1 … {len(tokens) - 1}, all that the text has, got {targets}")
-    device = next(model.parameters()).device
-    tally = _kept(partial, name) or Tally(
-        np.zeros(len(tokens.documents) - 1), np.zeros(len(tokens.documents) - 1, dtype=np.int64)
-    )
-    peak, began = Peak(device), time.perf_counter()
+    documents = len(tokens.documents) - 1
+    tally = _kept(partial, name, documents) or Tally(np.zeros(documents), np.zeros(documents, dtype=np.int64))
+    peak, began = Peak(next(model.parameters()).device), time.perf_counter()
     before, saved = tally.seconds, began
     rest = itertools.islice(protocol.readings(targets), tally.windows, None)
-    for group in _groups(rest, max(1, BATCH_TOKENS.get(device.type, 1) // protocol.length)):
-        _add(tally, tokens, group, _losses(model, tokens, group, protocol, device))
+    for group, losses in window_losses(model, tokens, rest, protocol.mask):
+        for one, row in zip(group, losses.numpy(), strict=True):
+            tally.add(tokens, one, row)
         now = time.perf_counter()
         tally.seconds = before + now - began
         tell(int(tally.counts.sum()), targets)
         if partial is not None and now - saved > SAVE_SECONDS:
             saved = now
-            _keep(partial, name, tally)
+            sums = tally.losses.tolist(), tally.counts.tolist()
+            io.write_json(partial, _Kept(name, tally.windows, tally.seconds, *sums))
     tally.peak = peak.bytes()
     if partial is not None:
         partial.unlink(missing_ok=True)
     return tally
 
 
-def _groups(readings: Iterator[Reading], size: int) -> Iterator[list[Reading]]:
-    """Yield up to `size` windows at a time, those of one length together; the order stays."""
-    for _, same in itertools.groupby(readings, key=lambda one: one.stop - one.start):
-        while group := list(itertools.islice(same, size)):
-            yield group
+@dataclass(frozen=True)
+class _Kept:
+    """A tally on its way, as a file has it."""
+
+    name: Any
+    windows: int
+    seconds: float
+    losses: list[float]
+    counts: list[int]
 
 
-def _losses(
-    model: Transformer, tokens: Tokens, group: list[Reading], protocol: Protocol, device: torch.device
-) -> npt.NDArray[np.float64]:
-    both = torch.from_numpy(np.stack([tokens.read(one.start, one.stop + 1) for one in group])).to(device)
-    with torch.no_grad(), _precision(device):
-        _, losses = model(both[:, :-1].contiguous(), both[:, 1:].contiguous(), mask=protocol.mask)
-    counted: Tensor = losses.double().cpu()
-    return counted.numpy()
-
-
-def _precision(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else nullcontext()
-
-
-def _add(tally: Tally, tokens: Tokens, group: list[Reading], losses: npt.NDArray[np.float64]) -> None:
-    for one, row in zip(group, losses, strict=True):
-        places = np.arange(one.start + one.context + 1, one.stop + 1)  # where the scored targets stand in the text
-        documents = np.searchsorted(tokens.documents, places, side="right") - 1
-        first, last = int(documents[0]), int(documents[-1]) + 1
-        here = documents - first
-        tally.losses[first:last] += np.bincount(here, weights=row[one.context :], minlength=last - first)
-        tally.counts[first:last] += np.bincount(here, minlength=last - first)
-    tally.windows += len(group)
-
-
-def _keep(path: Path, name: object, tally: Tally) -> None:
-    record = {"name": name, "windows": tally.windows, "seconds": tally.seconds}
-    record |= {"losses": tally.losses.tolist(), "counts": tally.counts.tolist()}
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(json.dumps(record), encoding="utf-8")
-    temporary.replace(path)
-
-
-def _kept(path: Path | None, name: object) -> Tally | None:
-    """Return the tally that an earlier call left under this name."""
+def _kept(path: Path | None, name: object, documents: int) -> Tally | None:
+    """Return the tally that an earlier call left under this name, of a text with as many documents."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
-    except (FileNotFoundError, json.JSONDecodeError):
+        kept = None if path is None else io.read_json(path, _Kept)
+    except (FileNotFoundError, TypeError, ValueError):
         return None
-    if record.get("name") != name or "losses" not in record:
+    if kept is None or kept.name != name or len(kept.losses) != documents:
         return None
-    return Tally(
-        np.array(record["losses"], dtype=np.float64),
-        np.array(record["counts"], dtype=np.int64),
-        record["windows"],
-        record["seconds"],
-    )
+    return Tally(np.array(kept.losses), np.array(kept.counts, dtype=np.int64), kept.windows, kept.seconds)

@@ -18,22 +18,9 @@ from dataclasses import dataclass
 
 from lengthen.attention import Blockwise, Mask, Window
 from lengthen.checks import choice, whole_number
+from lengthen.model.score import Reading
 
 NAMES = ("nonoverlapping", "sliding", "blockwise", "window")
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One window: tokens start … stop − 1 are read, each predicts the next, and the first `context` are not scored."""
-
-    start: int
-    stop: int
-    context: int
-
-    @property
-    def scored(self) -> int:
-        """How many of its targets are scored."""
-        return self.stop - self.start - self.context
 
 
 @dataclass(frozen=True)

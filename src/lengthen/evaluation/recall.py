@@ -35,6 +35,7 @@ from lengthen.checks import whole_number
 from lengthen.data import Corpus, prepare
 from lengthen.data.tokenizer import BYTE_END, BYTE_VOCAB_SIZE
 from lengthen.model import Transformer
+from lengthen.model.score import evaluating
 
 VALUES = {"?": "0123456789", "!": "abcdefghij", "#": "ABCDEFGHIJ", "$": "klmnopqrst", "%": "KLMNOPQRST"}
 KEYS = "".join(VALUES)
@@ -107,7 +108,6 @@ def make_corpus(folder: str | Path, seed: int = 0, documents: int = 16000) -> Co
     return prepare([source], folder, separator="\n", validation=0.05, processes=1)
 
 
-@torch.no_grad()
 def accuracy(model: Transformer, distance: int, trials: int = 256, seed: int = 0, mask: Mask | None = None) -> float:
     """Return the share of questions at a distance that a model answers with the right token.
 
@@ -125,15 +125,12 @@ def accuracy(model: Transformer, distance: int, trials: int = 256, seed: int = 0
     ids = torch.tensor([[BYTE_END, *text.encode()] for text, _ in asked])
     values = torch.tensor([ord(value) for _, value in asked])
     rows = max(1, BATCH_TOKENS // ids.shape[1])
-    right, was = 0, model.training
-    model.eval()
-    try:
+    right = 0
+    with evaluating(model):
         for start in range(0, trials, rows):
             part, expected = ids[start : start + rows], values[start : start + rows]
             last = model.hidden(part.to(device), mask)[:, -1]
             right += int(((last @ model.output_weight.T.to(last.dtype)).argmax(-1).cpu() == expected).sum())
-    finally:
-        model.train(was)
     return right / trials
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import fcntl
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lengthen.training import log
+from lengthen import io
 
 FILE = "evaluation.jsonl"
 WITHIN = 0.01  # of the best loss: what still counts as holding
@@ -62,27 +63,23 @@ def key(record: dict[str, Any]) -> tuple[Any, ...]:
 
 def read(folder: Path) -> dict[tuple[Any, ...], Result]:
     """Return the results in a folder by their key; of two with the same key, the later."""
-    path = folder / FILE
-    if not path.exists():
-        return {}
-    results = {}
-    for record in log.read(path):
-        values = {name: record[name] for name in Result.__dataclass_fields__}
-        results[key(record)] = Result(**values)
-    return results
+    path, found = folder / FILE, {}
+    lines: Iterable[dict[str, Any]] = io.read_lines(path, dict) if path.exists() else ()
+    for number, record in enumerate(lines, 1):
+        values = {name: value for name, value in record.items() if name not in ("kind", "perplexity")}
+        result = io.build(Result, values, f"{path}, line {number}")
+        found[result.key] = result
+    return found
 
 
 def append(folder: Path, result: Result) -> None:
-    """Add a result to the folder's file; a line that a killed process left torn is ended first."""
-    path = folder / FILE
-    torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-    if torn:
-        whole = [json.dumps(record) + "\n" for record in log.read(path)]
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(whole), encoding="utf-8")
-        partial.replace(path)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(result.record()) + "\n")
+    """Add a result to the folder's file; lines stay whole if others append too, and one left torn is cut off."""
+    with (folder / FILE).open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        data = file.read()
+        file.truncate(data.rfind(b"\n") + 1)
+        file.write(io.line_of(result.record()).encode())
 
 
 @dataclass(frozen=True)

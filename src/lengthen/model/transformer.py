@@ -4,9 +4,9 @@
     x = x + attention(norm(x));  x = x + feed_forward(norm(x))          in each block
     logits = norm(x) · outputᵀ
 
-Position enters through the method alone: `embed` once, and the method at the positions of a pass (`at`), which splits
-and rotates each block's projection and holds the op's bias and decay. A decoder and an encoder differ in the mask and
-in what is predicted, not in their blocks.
+Position enters through one object, the method at the positions of a pass (`at`): it adds itself to the embeddings,
+splits and rotates each block's projection, and holds the op's bias and decay. A decoder and an encoder differ in the
+mask and in what is predicted, not in their blocks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lengthen.attention import Bidirectional, Causal, Mask, attention
+from lengthen.attention.biases import Bias, Decay
 from lengthen.attention.checks import can_look
 from lengthen.checks import describe
 from lengthen.config import ModelConfig
@@ -27,6 +28,14 @@ from lengthen.model.loss import linear_cross_entropy
 from lengthen.positions.method import Placed
 
 INIT_STD = 0.02  # GPT-2's; the projections that write into the residual stream get it divided by √(2·layers)
+
+
+class AttentionOp(nn.Module):
+    """The attention op as a module, so that a forward hook sees what each layer gives to it."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, decay: Decay | None, mask: Mask) -> Tensor:
+        """Return what `attention` does."""
+        return attention(q, k, v, bias=bias, decay=decay, mask=mask)
 
 
 class Attention(nn.Module):
@@ -37,12 +46,13 @@ class Attention(nn.Module):
         self.heads, self.key_heads, self.head_dim = config.heads, config.key_value_heads, config.head_width
         together = (self.heads + 2 * self.key_heads) * self.head_dim
         self.qkv = nn.Linear(config.width, together, bias=config.biases)
+        self.op = AttentionOp()
         self.out = nn.Linear(self.heads * self.head_dim, config.width, bias=config.biases)
 
     def forward(self, x: Tensor, placed: Placed, mask: Mask) -> Tensor:
         """Return what each token of x `[batch, length, width]` reads from those it sees."""
         q, k, v = placed.split(self.qkv(x).unflatten(-1, (-1, self.head_dim)), self.heads, self.key_heads)
-        read = attention(q, k, v, bias=placed.bias, decay=placed.decay, mask=mask)
+        read = self.op(q, k, v, bias=placed.bias, decay=placed.decay, mask=mask)
         return cast(Tensor, self.out(read.transpose(1, 2).flatten(-2)))
 
 
@@ -155,10 +165,11 @@ class Transformer(nn.Module):
         x = self.embedding(ids)
         if config.scale_embeddings:
             x = x * math.sqrt(config.width)
-        x = self.dropout(self.method.embed(x, positions))
-        if torch.is_autocast_enabled(x.device.type):  # else every block would read and write the stream in 32 bits
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        placed = self.method.at(positions, x.dtype, mask.two_sided)
+        kind, dtype = x.device.type, x.dtype
+        if torch.is_autocast_enabled(kind):  # else every block would read and write the stream in 32 bits
+            dtype = torch.get_autocast_dtype(kind)
+        placed = self.method.at(positions, dtype, mask.two_sided)
+        x = self.dropout(placed.embed(x)).to(dtype)
         for block in self.blocks:
             if self.checkpoint_activations and self.training and torch.is_grad_enabled():
                 x = checkpoint(block, x, placed, mask, use_reentrant=False)

@@ -76,7 +76,7 @@ class Composed(PositionMethod):
             return super().at(positions, dtype, two_sided)
         placed = self._rotating.at(positions, dtype, two_sided)
         decay = placed.decay if "decay" in self._rotating.places else self.decay()  # its own may be in its angles
-        return replace(placed, bias=self.bias(max(positions.shape[-1] - 1, 0)), decay=decay)
+        return replace(placed, method=self, bias=self.bias(max(positions.shape[-1] - 1, 0)), decay=decay)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Do what the method that rotates does."""

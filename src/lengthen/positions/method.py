@@ -6,8 +6,8 @@
     bias      a function of i − j on each score    inside the attention op     ALiBi, T5, Kerple, Sandwich
 
 The rest of a model is blind to which method it has: it asks for the method at the positions of a forward pass (`at`),
-an object that applies itself to projections and holds the op's arguments. One module serves every layer, so what is
-learned here is shared by them.
+an object that applies itself to embeddings and projections, and holds the op's arguments. One module serves every
+layer, so what is learned here is shared by them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ class Placed:
     """A method at the positions of one forward pass: computed once, reused by every layer."""
 
     method: PositionMethod
-    positions: Any  # or what a subclass makes of them
+    positions: Tensor
     bias: Bias | None
     decay: Decay | None
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Return the embeddings x `[batch, length, width]` with their positions in them."""
+        return self.method.embed(x, self.positions)
 
     def split(self, qkv: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys, rotated, and values, `[batch, heads, length, head_dim]`.

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +21,6 @@ from torch import Tensor
 from lengthen.checks import choice, number
 from lengthen.positions import turned
 from lengthen.positions.method import Placed, PositionMethod, check_positions
-
-
-class Angles(NamedTuple):
-    """Cosines and sines of some positions, `[length, head_dim / 2]` or `[batch, 1, length, head_dim / 2]`."""
-
-    cos: Tensor
-    sin: Tensor
 
 
 class Rotation(PositionMethod):
@@ -54,30 +46,12 @@ class Rotation(PositionMethod):
         if type(self).rotate is not Rotation.rotate:  # somebody's own
             return placed
         angles = self._tables(positions, torch.promote_types(dtype, torch.float32))
-        return Turned(self, positions, placed.bias, placed.decay, torch.stack((*angles, *angles)))
+        return Turned(self, positions, placed.bias, placed.decay, torch.stack((*angles, *angles)), self.pairs)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return x turned by its positions, in x's dtype."""
         check_positions(x, positions, 4, ("head_dim", self.head_dim))
-        return self.turn(x, Angles(*self._tables(positions, torch.promote_types(x.dtype, torch.float32))))
-
-    def turn(self, x: Tensor, angles: Angles) -> Tensor:
-        """Return x turned by these angles, in x's dtype."""
-        cos, sin = angles
-        wide = x.to(cos.dtype)
-        # Projections give heads that stand side by side in memory. What is turned keeps that order: in any other, the
-        # backward pass of a compiled layer takes several times as long to put the gradients together again.
-        side_by_side = x.stride(1) < x.stride(2)
-        if side_by_side:
-            wide, cos, sin = wide.transpose(1, 2), _across_heads(cos), _across_heads(sin)
-        if self.pairs == "halves":
-            a, b = wide.chunk(2, dim=-1)
-            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-        else:
-            a, b = wide[..., 0::2], wide[..., 1::2]
-            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-        turned = turned.to(x.dtype)
-        return turned.transpose(1, 2) if side_by_side else turned
+        return turn(x, *self._tables(positions, torch.promote_types(x.dtype, torch.float32)), self.pairs)
 
     def _tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin, remembered for the last `positions`: every layer asks with the same tensor."""
@@ -94,7 +68,7 @@ class Rotation(PositionMethod):
         return cos, sin
 
     def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin as `Angles` has them."""
+        """Return cos and sin as `turn` takes them."""
         angle = positions.unsqueeze(-1) * self.frequencies(positions.device)
         if positions.dim() == 2:
             angle = angle.unsqueeze(1)
@@ -105,20 +79,41 @@ class Rotation(PositionMethod):
 class Turned(Placed):
     """A rotation at the positions of a forward pass.
 
-    `tables` are cos and sin of the queries and of the keys, which differ in xPos: `[4, …]`, each as `Angles` has them.
+    `tables` are cos and sin of the queries and of the keys, which differ in xPos: `[4, …]`, each as `turn` takes them.
     """
 
     tables: Tensor
+    pairs: str
 
     def split(self, qkv: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys, turned, and values; on a GPU in one pass, where its kernel knows the layout."""
-        method, tables = self.method, self.tables
-        assert isinstance(method, Rotation)
-        known = tables.is_cuda and method.pairs == "halves" and tables.dim() == 3 and tables.dtype == torch.float32
+        tables, pairs = self.tables, self.pairs
+        known = tables.is_cuda and pairs == "halves" and tables.dim() == 3 and tables.dtype == torch.float32
         if known and not tables.requires_grad:
             return turned.split(qkv, heads, key_heads, tables)
         q, k, v = (part.transpose(1, 2) for part in torch.split(qkv, [heads, key_heads, key_heads], dim=2))
-        return method.turn(q, Angles(tables[0], tables[1])), method.turn(k, Angles(tables[2], tables[3])), v
+        return turn(q, tables[0], tables[1], pairs), turn(k, tables[2], tables[3], pairs), v
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> Tensor:
+    """Return x `[batch, heads, length, head_dim]` turned, in x's dtype.
+
+    By cosines and sines `[length, head_dim / 2]` or `[batch, 1, length, head_dim / 2]`.
+    """
+    wide = x.to(cos.dtype)
+    # Projections give heads that stand side by side in memory. What is turned keeps that order: in any other, the
+    # backward pass of a compiled layer takes several times as long to put the gradients together again.
+    side_by_side = x.stride(1) < x.stride(2)
+    if side_by_side:
+        wide, cos, sin = wide.transpose(1, 2), _across_heads(cos), _across_heads(sin)
+    if pairs == "halves":
+        a, b = wide.chunk(2, dim=-1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    else:
+        a, b = wide[..., 0::2], wide[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    turned = turned.to(x.dtype)
+    return turned.transpose(1, 2) if side_by_side else turned
 
 
 def _across_heads(table: Tensor) -> Tensor:

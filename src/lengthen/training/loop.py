@@ -12,7 +12,7 @@ import math
 import signal
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -25,6 +25,7 @@ from lengthen import io
 from lengthen.config import Config, differences
 from lengthen.data import Corpus
 from lengthen.model import Transformer
+from lengthen.model.score import autocast
 from lengthen.training import checkpoint as checkpoints
 from lengthen.training.batches import Batches, Work
 from lengthen.training.events import Outcome, Start, TensorBoard, Watcher
@@ -180,7 +181,7 @@ class _Run:
         total = torch.zeros((), dtype=torch.float64, device=here.device)
         for number, (ids, targets, starts) in enumerate(passes):
             with last_pass(self.model, number == len(passes) - 1):
-                with self._autocast():
+                with autocast(here.device, self.precision):
                     loss, _ = self.model(ids, targets, document_starts=starts)
                 total += loss.detach()
                 # Processes average their gradients, and what is wanted is the mean over all of their targets.
@@ -247,10 +248,8 @@ class _Run:
             def tell(part: float, length: int = length) -> None:
                 self.tell("evaluating", self.step, length, part)
 
-            with self._autocast():
-                loss, scored = loss_at(
-                    self.model, tokens, length, config.evaluation.tokens, fits, self.here, self.batches.validation, tell
-                )
+            task, limit = self.batches.validation, config.evaluation.tokens
+            loss, scored = loss_at(self.model, tokens, length, limit, fits, self.here, task, self.precision, tell)
             if length == config.model.train_length:
                 self.validation = self.step, loss
             record: Record = {"kind": "evaluation", "step": self.step, "length": length, "loss": loss}
@@ -275,10 +274,6 @@ class _Run:
         self.tell("saved", saved.path, self.step)
         self.clock = time.perf_counter()
         return saved.path
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        narrow = self.precision != torch.float32
-        return torch.autocast(self.here.device.type, dtype=self.precision) if narrow else nullcontext()
 
     def _start(self) -> Start:
         read = self.config.train.steps * self.config.train.batch * self.config.model.train_length

@@ -7,15 +7,14 @@ token of a piece but its first predicted. A full evaluation, under other protoco
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lengthen.data import Tokens
 from lengthen.model import IGNORED
+from lengthen.model.score import Reading, batches, losses
 from lengthen.training.parallel import World
 
 # From pieces with the token after them, `[rows, length + 1]`, and their numbers: what is read, and what is predicted.
@@ -35,42 +34,26 @@ def loss_at(
     rows: int,
     here: World,
     task: Task,
-    tell: Callable[[float], None] = lambda share: None,
+    precision: torch.dtype,
+    tell: Callable[[float], None] = lambda part: None,
 ) -> tuple[float, int]:
     """Return the mean loss a token at a length, and how many tokens were scored, over all processes.
 
     `limit` is the number of tokens to score, `rows` how many pieces are read at once, `task` what is asked of a piece.
-    Each process scores its share; all make the same number of passes, since a sharded model's are made together.
+    Each process scores its part; all make the same number of passes, since a sharded model's are made together.
     """
     count = pieces(tokens, length, limit)
     passes = math.ceil(count / (rows * here.size))
+    mine = [Reading(p * length, (p + 1) * length, 0) for p in range(here.rank, count, here.size)]
+    if len(mine) == (passes - 1) * rows:
+        mine.append(Reading(0, length, length))  # nothing is left for the last pass: read a piece, score none of it
     sums = torch.zeros(2, dtype=torch.float64, device=here.device)
-    with _evaluating(model), torch.no_grad():
-        for number in range(passes):
-            mine = range(number * rows * here.size + here.rank, count, here.size)[:rows]
-            # A process with nothing left reads piece 0 and scores none of it.
-            both = np.stack([tokens.read(p * length, (p + 1) * length + 1) for p in mine or [0]])
-            ids, targets = task(torch.from_numpy(both), [*mine] or [0])
-            if not mine:
-                targets = torch.full_like(targets, IGNORED)
-            total, _ = model(ids.to(here.device), targets.to(here.device))
-            scored = (targets != IGNORED).sum().to(here.device)
-            sums += torch.stack((total.double(), scored.double()))
-            tell((number + 1) / passes)
-    total_loss, all_scored = here.sum(sums).tolist()
-    return total_loss / all_scored, int(all_scored)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, and run uncompiled: compiling anew for lengths of one's own would slow training for good."""
-    was = model.training
-    model.eval()
-    try:
-        if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
-            with torch.compiler.set_stance("force_eager"):
-                yield
-        else:
-            yield
-    finally:
-        model.train(was)
+    for number, (group, both) in enumerate(batches(tokens, mine, rows * length), 1):
+        ids, targets = task(both, [one.start // length for one in group])
+        if not group[0].scored:
+            targets = torch.full_like(targets, IGNORED)
+        sums[0] += losses(model, ids, targets, precision=precision).sum()
+        sums[1] += (targets != IGNORED).sum()
+        tell(number / passes)
+    total, scored = here.sum(sums).tolist()
+    return total / scored, int(scored)

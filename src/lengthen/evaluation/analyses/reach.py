@@ -12,14 +12,16 @@ not fall; then the reach is all that a query sees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lengthen.attention import reach
-from lengthen.evaluation.capture import Call, each_layer
+from lengthen.data import Corpus
+from lengthen.evaluation.analyses.shared import TOKENS, WIDEST, Progress, Row, header, line, pieces, silent
+from lengthen.evaluation.capture import Call, summed
+from lengthen.evaluation.runs import Subject
 from lengthen.model import Transformer
 
 
@@ -31,9 +33,14 @@ class Reaches:
     share: Tensor
 
 
+def bounded(model: Transformer) -> bool:
+    """Return whether a model's position method bounds how far its heads look."""
+    return model.method.bias(0) is not None
+
+
 def refuse_unbounded(model: Transformer) -> None:
     """Raise an error if a model's position method bounds no head's reach."""
-    if model.method.bias(0) is None:
+    if not bounded(model):
         raise ValueError(
             f"reach: expected a model with a bias on its scores (alibi, t5, kerple, sandwich, or a method with one), "
             f"got {model.config.positions!r}: nothing bounds how far its heads look"
@@ -50,22 +57,44 @@ def keys_read(call: Call, tolerance: float | None = None) -> Tensor:
     return far.double().mean(dim=(0, 2))
 
 
-def of_model(
-    model: Transformer,
-    batches: Iterable[Tensor],
-    tolerance: float | None = None,
-    tell: Callable[[int], None] = lambda texts: None,
-) -> Reaches:
+def of_model(model: Transformer, batches: Iterable[Tensor], tolerance: float | None = None) -> Reaches:
     """Return the reach of every head over batches of texts `[texts, length]`, all of one length."""
     refuse_unbounded(model)
-    read, total, length = 0, torch.zeros(()), 1
-    for ids in batches:
-        layers: list[Tensor] = []
-        each_layer(model, ids, lambda call, layers=layers: layers.append(keys_read(call, tolerance)))  # type: ignore[misc]
-        total = total + ids.shape[0] * torch.stack(layers).cpu()
-        read, length = read + ids.shape[0], ids.shape[1]
-        tell(read)
-    if not read:
-        raise ValueError("batches: expected at least one text, got none")
-    mean = total / read
+    length = 1
+
+    def measure(call: Call) -> Tensor:
+        nonlocal length
+        length = call.q.shape[2]
+        return call.q.shape[0] * keys_read(call, tolerance)
+
+    total, texts = summed(model, batches, measure)
+    mean = total / texts
     return Reaches(mean, mean / ((length + 1) / 2))
+
+
+def analyse(
+    subject: Subject,
+    corpus: Corpus,
+    lengths: list[int],
+    *,
+    split: str = "validation",
+    tokens: int = TOKENS,
+    progress: Progress = silent,
+) -> Row:
+    """Return how far each head must look, at each length."""
+    rows = []
+    for length in lengths:
+        found = of_model(subject.model, pieces(corpus[split], length, tokens, "reach", progress))
+        rows.append({"length": length, "reach": found.reach.tolist(), "share": found.share.tolist()})
+    return header("reach", subject, corpus) | {"rows": rows}
+
+
+def table(found: Row) -> Iterator[str]:
+    """Yield the lines of a table for the terminal."""
+    yield "reach: keys read by a query on average, and of the causal score matrix"
+    for row in found["rows"]:
+        heads = range(len(row["reach"][0]))[:WIDEST]
+        yield line(f"length {row['length']:,}", [f"head {head}" for head in heads])
+        for layer, (keys, share) in enumerate(zip(row["reach"], row["share"], strict=True)):
+            yield line(f"  layer {layer}", [f"{keys[head]:,.1f}" for head in heads])
+            yield line("", [f"{100 * share[head]:.1f} %" for head in heads])

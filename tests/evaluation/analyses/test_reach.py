@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lengthen import Causal, Decay, Linear, ModelConfig, Table, Transformer, reach
+from lengthen.evaluation.analyses.reach import keys_read, of_model
 from lengthen.evaluation.capture import Call, each_layer
-from lengthen.evaluation.reaches import keys_read, of_model
 
 
 def small(positions: str, heads: int = 8) -> Transformer:

@@ -13,8 +13,8 @@ p = e^s / Σe^s
 
     R  =  ½·(Σ_{i=0}^{N} (p[i] − p[i+1])²  +  p[0]²  −  p[N+1]²),
 
-so a model that tells nothing apart (s constant) has R = 0 by the first and 1/(N+1)² by the second. Who wants the second
-appends −∞ to s. R does not change when a number is added to all of s, and is at most 1.
+so a model that tells nothing apart (s constant) has R = 0 by the first and 1/(N+1)² by the second. For the
+second, append −∞ to s. R does not change when a number is added to all of s, and is at most 1.
 
 The mean at a distance is over fewer pairs the farther it is; at length − 1 there is one a text and head. What is random
 in s raises R a little (the squares above), so several texts are better than one.
@@ -22,16 +22,19 @@ in s raises R a little (the squares above), so several texts are better than one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lengthen.attention import Causal, Mask
+from lengthen.attention import Blockwise, Causal, Mask
 from lengthen.attention.biases import Bias, Decay
 from lengthen.checks import describe
-from lengthen.evaluation.capture import CHUNK_SCORES, Call, each_layer
+from lengthen.data import Corpus
+from lengthen.evaluation.analyses.shared import TOKENS, WIDEST, Progress, Row, header, line, pieces, silent
+from lengthen.evaluation.capture import CHUNK_SCORES, Call, summed
+from lengthen.evaluation.runs import Subject
 from lengthen.model import Transformer
 
 
@@ -92,31 +95,43 @@ def resolution(s: Tensor) -> float:
     return float((near * (near - next_one)).sum() / near.sum() ** 2)
 
 
-def of_model(
-    model: Transformer,
-    batches: Iterable[Tensor],
-    mask: Mask | None = None,
-    tell: Callable[[int], None] = lambda texts: None,
-) -> Resolution:
+def of_model(model: Transformer, batches: Iterable[Tensor], mask: Mask | None = None) -> Resolution:
     """Return the resolution of a model over batches of texts `[texts, length]`, all of one length.
 
     `mask` is what the model reads with: None is `Causal()`, and blockwise attention is `Blockwise(train_length // 2)`.
     """
-    totals: list[tuple[Tensor, Tensor]] = []
+    total, _ = summed(model, batches, lambda call: torch.stack(score_sums(call)), mask)
+    return Resolution([resolution(_means(sums, pairs)) for sums, pairs in total])
 
-    def add(call: Call) -> None:
-        sums, pairs = score_sums(call)
-        if call.layer == len(totals):
-            totals.append((sums, pairs))
-        else:
-            before = totals[call.layer]
-            totals[call.layer] = before[0] + sums, before[1] + pairs
 
-    read = 0
-    for ids in batches:
-        each_layer(model, ids, add, mask)
-        read += ids.shape[0]
-        tell(read)
-    if not read:
-        raise ValueError("batches: expected at least one text, got none")
-    return Resolution([resolution(_means(*total)) for total in totals])
+def analyse(
+    subject: Subject,
+    corpus: Corpus,
+    lengths: list[int],
+    *,
+    split: str = "validation",
+    tokens: int = TOKENS,
+    blockwise: bool = False,
+    block: int | None = None,
+    progress: Progress = silent,
+) -> Row:
+    """Return R of each layer and of the model at each length; `blockwise`: with blockwise attention too."""
+    block = block or max(1, subject.model.config.train_length // 2)
+    rows = []
+    for blocks in (False, True) if blockwise else (False,):
+        stage, mask = ("blockwise resolution", Blockwise(block)) if blocks else ("resolution", None)
+        for length in lengths:
+            found = of_model(subject.model, pieces(corpus[split], length, tokens, stage, progress), mask)
+            row: Row = {"length": length, "blockwise": blocks, "block": block if blocks else None}
+            rows.append(row | {"resolution": found.model, "layers": found.layers})
+    return header("resolution", subject, corpus) | {"rows": rows}
+
+
+def table(found: Row) -> Iterator[str]:
+    """Yield the lines of a table for the terminal."""
+    yield "attention resolution (0: tells nothing apart)"
+    layers = range(len(found["rows"][0]["layers"]))[: WIDEST - 1]
+    yield line("length", ["model", *(f"layer {layer}" for layer in layers)])
+    for row in found["rows"]:
+        name = f"{row['length']:,}" + (f", blocks of {row['block']:,}" if row["blockwise"] else "")
+        yield line(name, [f"{row['resolution']:.2g}", *(f"{row['layers'][layer]:.2g}" for layer in layers)])

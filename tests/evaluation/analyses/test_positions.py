@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from lengthen import ModelConfig, Transformer
 from lengthen.data import Tokens, prepare
-from lengthen.evaluation import by_position as module
-from lengthen.evaluation.by_position import (
+from lengthen.evaluation.analyses.positions import (
     bucket_ends,
     by_position,
     curse,
@@ -24,6 +23,7 @@ from lengthen.evaluation.by_position import (
     tokens_to_read,
     whole_pieces,
 )
+from lengthen.model.score import BATCH_TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_the_parts_add_up_over_the_same_tokens(text: Tokens, stride: int | None)
 
 
 def test_batches_are_bounded(text: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BATCH_TOKENS", 64)
+    monkeypatch.setitem(BATCH_TOKENS, "cpu", 64)
     model = Known(lambda read, target: target)
     by_position(model, text, 16, 320)  # type: ignore[arg-type]
     assert model.rows == [(4, 16)] * 5

@@ -24,20 +24,18 @@ it is long enough, so that the first windows have all their context too. Documen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import asdict, dataclass
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from lengthen.attention import Mask
 from lengthen.checks import whole_number
-from lengthen.data import Tokens
-from lengthen.evaluation.protocols import Reading
+from lengthen.data import Corpus, Tokens
+from lengthen.evaluation.analyses.shared import TOKENS, WIDEST, Progress, Row, header, line, silent
+from lengthen.evaluation.runs import Subject
 from lengthen.model import Transformer
+from lengthen.model.score import Reading, window_losses
 
-BATCH_TOKENS = 1 << 13  # read in one pass
 Tell = Callable[[int], None]  # told how many tokens more were read
 
 
@@ -98,45 +96,13 @@ def sliding_windows(begin: int, count: int, length: int, stride: int) -> Iterato
         yield Reading(start, stop, first - start)
 
 
-@torch.no_grad()
-def losses(
-    model: Transformer,
-    tokens: Tokens,
-    readings: Iterable[Reading],
-    mask: Mask | None = None,
-    tell: Tell = lambda read: None,
-) -> Iterator[Tensor]:
-    """Yield the losses of the scored tokens of readings of one length, float64 `[readings, scored]`, in batches."""
-    device = next(model.parameters()).device
-    was = model.training
-    model.eval()
-    try:
-        for (size, context), alike in groupby(readings, key=lambda one: (one.stop - one.start, one.context)):
-            for batch in _batched(alike, max(1, BATCH_TOKENS // size)):
-                both = torch.from_numpy(np.stack([tokens.read(one.start, one.stop + 1) for one in batch])).to(device)
-                _, each = model(both[:, :-1], both[:, 1:], mask=mask)
-                yield each[:, context:].double().cpu()
-                tell(size * len(batch))
-    finally:
-        model.train(was)
-
-
-def _batched(readings: Iterable[Reading], size: int) -> Iterator[list[Reading]]:
-    batch: list[Reading] = []
-    for one in readings:
-        batch.append(one)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
 def mean_loss(model: Transformer, tokens: Tokens, readings: Iterable[Reading], tell: Tell = lambda read: None) -> float:
     """Return the mean loss of all the scored tokens of some readings."""
     total, count = 0.0, 0
-    for each in losses(model, tokens, readings, tell=tell):
-        total, count = total + float(each.sum()), count + each.numel()
+    for group, each in window_losses(model, tokens, readings):
+        scored = [row[one.context :] for one, row in zip(group, each, strict=True)]
+        total, count = total + float(torch.cat(scored).sum()), count + sum(one.scored for one in group)
+        tell(each.numel())
     return total / count
 
 
@@ -151,8 +117,9 @@ def by_position(
     """Return the mean loss at each position of pieces of a length, over about `limit` tokens from the beginning."""
     count = scored(tokens, length, limit)
     sums = torch.zeros(length, dtype=torch.float64)
-    for each in losses(model, tokens, whole_pieces(0, count, length), mask, tell):
+    for _, each in window_losses(model, tokens, whole_pieces(0, count, length), mask):
         sums += each.sum(dim=0)
+        tell(each.numel())
     pieces, ends = count // length, bucket_ends(length)
     sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
     means = [float(sums[end - size : end].sum()) / (size * pieces) for end, size in zip(ends, sizes, strict=True)]
@@ -201,3 +168,57 @@ def curse(
 def tokens_to_read(count: int, short: int, long: int, stride: int) -> int:
     """Return about how many tokens `curse` reads for `count` scored ones: what progress is measured against."""
     return 2 * count + -(-count // stride) * (short + long)
+
+
+def analyse(
+    subject: Subject,
+    corpus: Corpus,
+    lengths: list[int],
+    *,
+    split: str = "validation",
+    tokens: int = TOKENS,
+    stride: int | None = None,
+    progress: Progress = silent,
+) -> Row:
+    """Return the loss by position at each length, and the curse between the shortest and the longest."""
+    model, text, rows = subject.model, corpus[split], []
+    for length in lengths:
+        tell = _adding(progress, f"positions, {length}", scored(text, length, tokens))
+        rows.append({"length": length, **asdict(by_position(model, text, length, tokens, tell=tell))})
+    between, short, long = None, min(lengths), max(lengths)
+    if short < long:
+        stride = stride or max(1, short // 8)
+        total = tokens_to_read(scored(text, long, tokens), short, long, stride)
+        tell = _adding(progress, f"curse, {short} to {long}", total)
+        found = curse(model, text, short, long, tokens, stride, tell)
+        between = {"short": short, "long": long, "gain": found.gain, "from_context": found.from_context}
+        between |= {"from_curse": found.from_curse, **asdict(found)}
+    return header("positions", subject, corpus) | {"rows": rows, "curse": between}
+
+
+def _adding(progress: Progress, stage: str, total: int) -> Tell:
+    done = 0
+
+    def tell(more: int) -> None:
+        nonlocal done
+        done += more
+        progress(stage, min(done, total), total)
+
+    return tell
+
+
+def table(found: Row) -> Iterator[str]:
+    """Yield the lines of a table for the terminal."""
+    yield "loss by position, nonoverlapping pieces (nats a token)"
+    shown = found["rows"][-1]["positions"][-WIDEST:]
+    yield line("length", [f"to {end:,}" for end in shown])
+    for row in found["rows"]:
+        by_end = dict(zip(row["positions"], row["loss"], strict=True))
+        yield line(f"{row['length']:,}", [f"{by_end[end]:.3f}" if end in by_end else "" for end in shown])
+    between = found["curse"]
+    if between is not None:
+        yield (
+            f"  from {between['short']:,} to {between['long']:,}: gain {between['gain']:.4f} = context "
+            f"{between['from_context']:.4f} + curse fading {between['from_curse']:.4f}  "
+            f"({between['tokens']:,} tokens, sliding with stride {between['stride']:,})"
+        )

@@ -1,0 +1,37 @@
+"""What the two papers look at beside perplexity, one file each.
+
+    found = resolution.analyse(open_run("runs/tiny"), corpus, lengths=[64, 256], blockwise=True)
+    write(Path("runs/tiny"), found)                       runs/tiny/analysis/resolution.json
+    print("\\n".join(resolution.table(found)))
+
+Every module has `analyse(subject, corpus, lengths, …)`, which returns what its file holds, and `table(found)`, which
+yields lines for a terminal.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+from lengthen import io
+from lengthen.evaluation.analyses import distance, positions, reach, recall, resolution
+from lengthen.evaluation.analyses.shared import Row, fitting_lengths
+
+ANALYSES: dict[str, ModuleType] = {
+    "resolution": resolution,
+    "positions": positions,
+    "reach": reach,
+    "distance": distance,
+    "recall": recall,
+}
+
+
+def write(folder: Path, found: Row) -> Path:
+    """Write FOLDER/analysis/KIND.json, whole or not at all, and return its path."""
+    path = folder / "analysis" / f"{found['kind']}.json"
+    path.parent.mkdir(exist_ok=True)
+    io.write_json(path, found)
+    return path
+
+
+__all__ = ["ANALYSES", "Row", "distance", "fitting_lengths", "positions", "reach", "recall", "resolution", "write"]
