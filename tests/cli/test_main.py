@@ -91,6 +91,7 @@ def test_a_mistyped_verb_is_hinted(word: str, hint: str, capsys: Capture) -> Non
 def test_wrong_usage_exits_with_2(capsys: Capture) -> None:
     for words, problems in (
         (["train", "tiny", "--steps", "3"], ("Unrecognized options: --steps, 3", "--train.steps N")),
+        (["train", "tiny", "--steps=3"], ("Unrecognized options: --steps, 3", "--train.steps N")),
         (["train", "tiny", "--dat", "x"], ("Unrecognized options: --dat, x", "--data")),  # no abbreviations
         (["train", "tiny", "--train.steps", "--data", "x"], ("Missing value for argument '--train.steps'",)),
         (["prepare"], ("-o PATH, --out PATH",)),

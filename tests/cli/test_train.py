@@ -251,16 +251,12 @@ def test_the_default_corpus_is_prepared_once(tmp_path: Path, monkeypatch: pytest
     assert calls == [{"tokenizer": "bytes", "vocab_size": None, "progress": None}]
 
 
-def test_who_watches(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_who_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    assert [type(watcher).__name__ for watcher in verb._watchers(False)] == ["Lines"]
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", Terminal())
-        assert [type(watcher).__name__ for watcher in verb._watchers(False)] == ["Live"]
-        assert [type(watcher).__name__ for watcher in verb._watchers(True)] == ["Lines"]
-        patch.setitem(sys.modules, "lengthen.cli.live", None)
-        assert [type(watcher).__name__ for watcher in verb._watchers(False)] == ["Lines"]
-    assert capsys.readouterr().err == 'lengthen train: for a live view, pip install "lengthen[cli]"\n'
+    assert type(verb._watcher(False)).__name__ == "Lines"
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert type(verb._watcher(False)).__name__ == "Live"
+    assert type(verb._watcher(True)).__name__ == "Lines"

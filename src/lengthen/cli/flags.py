@@ -27,12 +27,18 @@ def parse(kind: type[T], words: Sequence[str], verb: str, description: str, defa
         kind,
         prog=f"lengthen {verb}",
         description="",
-        args=words,
+        args=[part for word in words for part in _parts(word)],
         default=tyro.MISSING_NONPROP if default is None else default,
         use_underscores=verb == "train",  # whose flags are the keys of a file
         config=(tyro.conf.FlagCreatePairsOff,),
         registry=REGISTRY,
     )
+
+
+def _parts(word: str) -> list[str]:
+    """Return --steps=4 as two words, for which tyro names the nearest flag that there is."""
+    flag, equals, value = word.partition("=")
+    return [flag, value] if word.startswith("--") and equals and not value.startswith("-") else [word]
 
 
 REGISTRY = ConstructorRegistry()

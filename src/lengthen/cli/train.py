@@ -12,6 +12,7 @@ its folder: config.toml, metrics.jsonl, and checkpoints/step-…/model.safetenso
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from lengthen.training import Watcher, World
 
 OPTIONS = "--model.position_options."  # of whatever name: what a method takes, the method checks
+SWITCHES = ("--help", "--plain", "--tensorboard")  # the flags without a value
 UNKNOWN = 1  # a vocabulary that no data has: to be replaced by the data's
 
 
@@ -66,12 +68,30 @@ class Arguments:
 
 def parse(words: list[str]) -> Arguments:
     """Return the words over the values of the file that they name."""
-    words, options = _options(words)
-    name = _named(words)
+    words = _joined(words)
+    name = next((word for word in words if not word.startswith("-")), None)
     if name is None and not {"-h", "--help"} & set(words):
         raise ValueError(f"CONFIG: expected a TOML file or one of the presets {', '.join(configs.presets())}, got none")
-    default = Arguments(tyro.MISSING, _draft(configs.find(name) if name else None, options))
-    return flags.parse(Arguments, words, "train", __doc__ or "", default)
+    options = [word.removeprefix(OPTIONS) for word in words if word.startswith(OPTIONS)]
+    for option in options:
+        if "=" not in option:
+            raise ValueError(f"{OPTIONS}{option}: expected a value, got none")
+    given = {key: io.literal(value) for key, _, value in (option.partition("=") for option in options)}
+    default = Arguments(tyro.MISSING, _draft(configs.find(name) if name else None, given))
+    rest = [word for word in words if not word.startswith(OPTIONS)]
+    return flags.parse(Arguments, rest, "train", __doc__ or "", default)
+
+
+def _joined(words: list[str]) -> list[str]:
+    """Return the words with each flag and its value as one: --train.steps 5 as --train.steps=5."""
+    joined = [""]
+    for word in words:
+        flag = joined[-1] if joined[-1].startswith("--") else "="
+        if "=" in flag or flag in SWITCHES or word.startswith("--"):
+            joined.append(word)
+        else:
+            joined[-1] += f"={word}"
+    return joined[1:]
 
 
 def _draft(path: Path | None, options: dict[str, Any]) -> Draft:
@@ -87,32 +107,6 @@ def _draft(path: Path | None, options: dict[str, Any]) -> Draft:
     return draft
 
 
-def _options(words: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the words without the options of the position method, and those, read as TOML."""
-    rest, found = [], {}
-    waiting = iter(words)
-    for word in waiting:
-        key, equals, value = word.removeprefix(OPTIONS).partition("=")
-        if not word.startswith(OPTIONS):
-            rest.append(word)
-            continue
-        text = value if equals else next(waiting, None)
-        if text is None:
-            raise ValueError(f"{word}: expected a value, got none")
-        found[key] = io.literal(text)
-    return rest, found
-
-
-def _named(words: list[str]) -> str | None:
-    """Return the config among the words: the first that is neither a flag nor the value of one."""
-    value = False
-    for word in words:
-        if not value and not word.startswith("-"):
-            return word
-        value = not value and word.startswith("--") and "=" not in word and word not in ("--plain", "--tensorboard")
-    return None
-
-
 def run(arguments: Arguments) -> int:
     """Train, and say where the result is and what comes next."""
     from lengthen.training import train, world
@@ -123,11 +117,12 @@ def run(arguments: Arguments) -> int:
         corpus = _corpus(arguments.data, config.data, here)
         if config.model.vocab_size == UNKNOWN:
             config = replace(config, model=replace(config.model, vocab_size=corpus.vocab_size))
-        outcome = train(config, corpus, out, here, arguments.resume, _watchers(arguments.plain) if here.first else [])
+        outcome = train(config, corpus, out, here, arguments.resume, [_watcher(arguments.plain)] if here.first else [])
     if not outcome.finished:
         return 130
     if here.first:
-        print(f"\nNext: lengthen eval {out}" + (f" --data {arguments.data}" if arguments.data else ""))
+        data = ["--data", str(arguments.data)] if arguments.data else []
+        print("\nNext: " + shlex.join(["lengthen", "eval", str(out), *data]))
     return 0
 
 
@@ -148,15 +143,9 @@ def _corpus(directory: Path | None, data: configs.DataConfig, here: World) -> Co
     return open_corpus(directory, data)
 
 
-def _watchers(plain: bool) -> list[Watcher]:
+def _watcher(plain: bool) -> Watcher:
     """Return the live view on a terminal, plain lines elsewhere."""
     from lengthen.cli.lines import Lines
+    from lengthen.cli.live import Live
 
-    if plain or not sys.stdout.isatty():
-        return [Lines()]
-    try:
-        from lengthen.cli.live import Live
-    except ImportError:
-        print('lengthen train: for a live view, pip install "lengthen[cli]"', file=sys.stderr)
-        return [Lines()]
-    return [Live()]
+    return Lines() if plain or not sys.stdout.isatty() else Live()
