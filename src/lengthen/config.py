@@ -98,14 +98,21 @@ class ModelConfig:
         # A multiple of 64 keeps matrix units busy.
         return -(-8 * self.width // (3 * 64)) * 64 if self.activation == "swiglu" else 4 * self.width
 
+    @property
+    def longest(self) -> int | None:
+        """How many positions the model can tell apart, if it learns a vector for each; None: any number."""
+        if "learned" not in self.positions.split("+"):
+            return None
+        found: int = self.position_options.get("max_length", self.train_length)
+        return found
+
     def position_method(self) -> PositionMethod:
         """Return the position method, new."""
         from lengthen.positions import build
 
-        options = dict(self.position_options)
-        if "learned" in self.positions.split("+"):
-            options.setdefault("max_length", self.train_length)
-        return build(self.positions, heads=self.heads, head_dim=self.head_width, width=self.width, **options)
+        sizes = {"heads": self.heads, "head_dim": self.head_width, "width": self.width}
+        table = {} if self.longest is None else {"max_length": self.longest}
+        return build(self.positions, **sizes, **{**self.position_options, **table})
 
     def _blueprint(self) -> PositionMethod:
         """Return the position method without memory: to ask it something, with no random number drawn."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from lengthen import Blockwise, Causal, Decay, Linear, ModelConfig, Transformer, Window, alibi_slopes
 from lengthen.attention import Mask, attention
 from lengthen.evaluation.capture import Call, each_layer
-from lengthen.model.transformer import AttentionOp
+from lengthen.model.transformer import Attention, AttentionOp
 
 
 def small(positions: str = "alibi", **options: object) -> Transformer:
@@ -93,6 +93,33 @@ def test_everything_is_as_before_afterwards() -> None:
     each_layer(model, torch.zeros(1, 4, dtype=torch.int64), lambda call: None)
     assert not any(op._forward_pre_hooks for op in ops)
     assert model.training
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
+def test_a_compiled_model_is_observed() -> None:
+    model, ids, calls = small("rotary"), torch.randint(258, (1, 20)), []
+    expected = model.hidden(ids)
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    model.hidden(ids)
+    hidden = each_layer(model, ids, calls.append)
+    assert [call.layer for call in calls] == [0, 1, 2]
+    torch.testing.assert_close(hidden, expected.detach())
+
+
+def test_a_layer_that_goes_past_the_op_is_said() -> None:
+    class Mine(Attention):
+        def forward(self, x: Tensor, *_: object) -> Tensor:
+            return x
+
+    model = small()
+    model.blocks[1].attention = Mine(model.config).double()
+    with pytest.raises(RuntimeError, match="expected 3 calls of an AttentionOp, saw 2"):
+        each_layer(model, torch.zeros(1, 4, dtype=torch.int64), lambda call: None)
+
+
+def test_the_op_has_no_state() -> None:
+    assert not any("op" in name.split(".") for name in small().state_dict())
 
 
 def test_an_encoder_is_refused() -> None:

@@ -140,8 +140,13 @@ def test_an_interrupted_measurement_goes_on_where_it_was(
     assert not partial.exists()
     with pytest.raises(StoppedError):
         score(model, tokens, one, targets, tell=stop, partial=partial, name=["this"])
+    left = partial.read_bytes()
     other = score(model, tokens, one, targets, partial=partial, name=["another"])  # its tally is not ours
     assert np.array_equal(other.losses, whole.losses)
+    for changed in (left, b"nothing"):  # of another text, or no tally at all
+        partial.write_bytes(changed)
+        text = corpus["validation"]
+        assert score(model, text, one, 100, partial=partial, name=["this"]).counts.sum() == 100
 
 
 def test_more_targets_than_there_are_is_refused(corpus: Corpus, model: Transformer) -> None:

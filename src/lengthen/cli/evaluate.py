@@ -24,6 +24,7 @@ import tyro
 from lengthen.cli.progress import amount, show_progress
 
 if TYPE_CHECKING:
+    from lengthen.data import Corpus
     from lengthen.evaluation import Result, Subject
 
 Protocol = Literal["nonoverlapping", "sliding", "blockwise", "window"]
@@ -53,15 +54,14 @@ def run(arguments: Arguments) -> int:
 
     from lengthen.cli.corpus import corpus_of
     from lengthen.evaluation import evaluate, open_run, protocol, verdicts
-    from lengthen.evaluation.runs import reachable
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     subject = open_run(arguments.run, arguments.checkpoint, device)
     corpus = corpus_of(subject, arguments.data)
-    base = subject.model.config.train_length
+    base, longest = subject.model.config.train_length, subject.model.config.longest
     given = arguments.lengths
     lengths = _usual(base, corpus, arguments) if given is None else whole_numbers("--lengths", given)
-    beyond = [length for length in lengths if not reachable(subject, length)]
+    beyond = [length for length in lengths if longest is not None and length > longest]
     if beyond:
         listed = ", ".join(f"{length:,}" for length in beyond)
         print(f"left out: {listed}: the model learned a vector for each position, and has no more of them")
@@ -95,11 +95,8 @@ def run(arguments: Arguments) -> int:
     return 0
 
 
-def _usual(base: int, corpus: object, arguments: Arguments) -> list[int]:
+def _usual(base: int, corpus: Corpus, arguments: Arguments) -> list[int]:
     """Return the usual lengths, as far as the text goes."""
-    from lengthen.data import Corpus
-
-    assert isinstance(corpus, Corpus)
     there = len(corpus[arguments.split]) - 1
     return [base * times for times in TIMES if base * times <= there] or [base]
 
@@ -113,6 +110,8 @@ def whole_numbers(name: str, given: list[int]) -> list[int]:
 
 def describe(subject: Subject, results: list[Result], data: str) -> str:
     """Return the results as a table, under a line that says what they are of."""
+    from lengthen.evaluation import Protocol
+
     config, first = subject.model.config, results[0]
     head = (
         f"\n{subject.checkpoint.path}: {config.positions}, trained at {config.train_length:,}; split {first.split!r} "
@@ -120,16 +119,11 @@ def describe(subject: Subject, results: list[Result], data: str) -> str:
     )
     rows = [("length", "×", "protocol", "loss ± s.e.", "perplexity", "per word", "bits/byte", "tokens/s", "memory")]
     for one in results:
-        name = one.protocol
-        if name == "sliding":
-            name += f", stride {one.stride:,}"
-        elif one.block is not None:
-            name += f", {one.block:,}"
         rows.append(
             (
                 f"{one.length:,}",
                 f"{one.length / one.train_length:g}",
-                name,
+                str(Protocol(one.protocol, one.length, one.stride, one.block)),
                 f"{one.loss:.4f}" + ("" if one.loss_se is None else f" ± {one.loss_se:.4f}"),
                 f"{one.perplexity:.3f}",
                 f"{one.perplexity_per_word:,.4g}",

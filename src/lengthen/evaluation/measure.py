@@ -99,7 +99,7 @@ def score(
     peak, began = Peak(next(model.parameters()).device), time.perf_counter()
     before, saved = tally.seconds, began
     rest = itertools.islice(protocol.readings(targets), tally.windows, None)
-    for group, losses in window_losses(model, tokens, rest, protocol.mask):
+    for group, losses in window_losses(model, tokens.read, rest, protocol.mask):
         for one, row in zip(group, losses.numpy(), strict=True):
             tally.add(tokens, one, row)
         now = time.perf_counter()

@@ -103,14 +103,6 @@ def evaluate(
     return found
 
 
-def reachable(subject: Subject, length: int) -> bool:
-    """Return whether the model can read this many tokens: one that learned a vector a position has no more of them."""
-    config = subject.model.config
-    if "learned" not in config.positions.replace(" ", "").split("+"):
-        return True
-    return length <= int(config.position_options.get("max_length", config.train_length))
-
-
 def refuse_other_tokens(subject: Subject, corpus: Corpus) -> None:
     """Refuse a corpus whose tokens mean something else than those that the model was trained on."""
     config, state = subject.model.config, subject.checkpoint.state

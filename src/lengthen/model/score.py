@@ -9,11 +9,11 @@ The model is in `eval` mode, without gradients and uncompiled for the time of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,7 @@ from lengthen.attention import Mask
 BATCH_TOKENS = {"cpu": 16_384, "cuda": 131_072}  # read in one pass, if a window is shorter than that
 
 
-class Text(Protocol):
-    """Tokens by position, as `lengthen.data.Tokens` has them."""
-
-    def read(self, start: int, stop: int) -> Any:
-        """Return tokens start … stop − 1 as an int64 array."""
+Read = Callable[[int, int], Any]  # tokens start … stop − 1 as an int64 array: `Tokens.read`
 
 
 @dataclass(frozen=True)
@@ -45,19 +41,19 @@ class Reading:
 
 
 def window_losses(
-    model: nn.Module, text: Text, readings: Iterable[Reading], mask: Mask | None = None
+    model: nn.Module, read: Read, readings: Iterable[Reading], mask: Mask | None = None
 ) -> Iterator[tuple[list[Reading], Tensor]]:
     """Yield some windows of one length at a time, in order, and the loss of each token: float64 `[windows, length]`."""
     most = BATCH_TOKENS.get(_device(model).type, 1)
-    for group, both in batches(text, readings, most):
+    for group, both in batches(read, readings, most):
         yield group, losses(model, both[:, :-1].contiguous(), both[:, 1:].contiguous(), mask).cpu()
 
 
-def batches(text: Text, readings: Iterable[Reading], most: int) -> Iterator[tuple[list[Reading], Tensor]]:
+def batches(read: Read, readings: Iterable[Reading], most: int) -> Iterator[tuple[list[Reading], Tensor]]:
     """Yield windows of one length together, `most` tokens or one window, and their tokens, `[windows, length + 1]`."""
     for length, alike in groupby(readings, key=lambda one: one.stop - one.start):
         while group := list(islice(alike, max(1, most // length))):
-            yield group, torch.stack([torch.from_numpy(text.read(one.start, one.stop + 1)) for one in group])
+            yield group, torch.stack([torch.from_numpy(read(one.start, one.stop + 1)) for one in group])
 
 
 def losses(

@@ -239,9 +239,8 @@ class _Run:
     def _evaluate(self) -> None:
         config, tokens = self.config, self.corpus["validation"]
         rows = config.train.micro_batch or max(1, config.train.batch // self.here.size)
-        longest = config.model.position_options.get("max_length", config.model.train_length)
         for length in config.evaluation_lengths:
-            if "learned" in config.model.positions and length > longest:
+            if config.model.longest is not None and length > config.model.longest:
                 continue  # such a model has nothing for positions beyond its table
             fits = max(1, rows * config.model.train_length // length)
 

@@ -48,7 +48,7 @@ def loss_at(
     if len(mine) == (passes - 1) * rows:
         mine.append(Reading(0, length, length))  # nothing is left for the last pass: read a piece, score none of it
     sums = torch.zeros(2, dtype=torch.float64, device=here.device)
-    for number, (group, both) in enumerate(batches(tokens, mine, rows * length), 1):
+    for number, (group, both) in enumerate(batches(tokens.read, mine, rows * length), 1):
         ids, targets = task(both, [one.start // length for one in group])
         if not group[0].scored:
             targets = torch.full_like(targets, IGNORED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from lengthen import Bidirectional, Blockwise, Causal, Linear, ModelConfig, Transformer, Window
 from lengthen.attention import Mask
 from lengthen.data import Corpus, Windows, prepare
-from lengthen.evaluation.analyses.resolution import Resolution, mean_scores, of_model, resolution
+from lengthen.evaluation.analyses.resolution import Resolution, mean_scores, of_model, resolution, score_sums
+from lengthen.evaluation.capture import CHUNK_SCORES, Call
 
 SCORES = st.lists(st.floats(-30, 30), min_size=2, max_size=40)
 
@@ -59,6 +61,10 @@ def test_too_few_scores(s: object) -> None:
         resolution(s)  # type: ignore[arg-type]
 
 
+def scores_of(q: torch.Tensor, k: torch.Tensor, most: int = CHUNK_SCORES, **options: Any) -> torch.Tensor:
+    return mean_scores(*score_sums(Call(0, q, k, k, **options), most))
+
+
 def averages(scores: torch.Tensor, slopes: list[float], block: int | None) -> list[float]:
     """Return the mean score at each distance, pair by pair, of hand-made scores [batch, heads, length, length]."""
     sums: dict[int, list[float]] = {}
@@ -88,7 +94,7 @@ def test_mean_scores_and_resolution_of_hand_made_scores(
     keys = torch.eye(length, dtype=torch.float64).expand(batch, 2, -1, -1)
     slopes = [0.5, 0.0625]
     mask: Mask = Causal() if block is None else Blockwise(block)
-    s = mean_scores(scores, keys, Linear(torch.tensor(slopes)), None, mask, scale=1, most=most)
+    s = scores_of(scores, keys, most, bias=Linear(torch.tensor(slopes)), mask=mask, scale=1)
     right = averages(scores, slopes, block)
     assert s.tolist() == pytest.approx(right, rel=1e-9, abs=1e-12)
     if len(right) > 1:
@@ -98,11 +104,11 @@ def test_mean_scores_and_resolution_of_hand_made_scores(
 def test_how_far_scores_go() -> None:
     """To the farthest distance that is seen, and no farther: the last is the boundary's neighbour, s[N + 1]."""
     q = torch.randn(1, 2, 40, 8)
-    assert len(mean_scores(q, q)) == 40
-    assert len(mean_scores(q, q, mask=Blockwise(8))) == 16
-    assert len(mean_scores(q, q, mask=Blockwise(30))) == 40
-    assert len(mean_scores(q, q, mask=Window(5))) == 5
-    torch.testing.assert_close(mean_scores(q, q, mask=Bidirectional()), mean_scores(q, q))  # what is ahead counts not
+    assert len(scores_of(q, q)) == 40
+    assert len(scores_of(q, q, mask=Blockwise(8))) == 16
+    assert len(scores_of(q, q, mask=Blockwise(30))) == 40
+    assert len(scores_of(q, q, mask=Window(5))) == 5
+    torch.testing.assert_close(scores_of(q, q, mask=Bidirectional()), scores_of(q, q))  # what is ahead counts not
 
 
 def small(positions: str, train_length: int = 16, heads: int = 2) -> Transformer:

@@ -23,8 +23,9 @@ it is long enough, so that the first windows have all their context too. Documen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
@@ -36,7 +37,7 @@ from lengthen.evaluation.runs import Subject
 from lengthen.model import Transformer
 from lengthen.model.score import Reading, window_losses
 
-Tell = Callable[[int], None]  # told how many tokens more were read
+Tell = Callable[[int, int], None]  # how many tokens were read, and how many there are to read
 
 
 @dataclass(frozen=True)
@@ -96,30 +97,16 @@ def sliding_windows(begin: int, count: int, length: int, stride: int) -> Iterato
         yield Reading(start, stop, first - start)
 
 
-def mean_loss(model: Transformer, tokens: Tokens, readings: Iterable[Reading], tell: Tell = lambda read: None) -> float:
-    """Return the mean loss of all the scored tokens of some readings."""
-    total, count = 0.0, 0
-    for group, each in window_losses(model, tokens, readings):
-        scored = [row[one.context :] for one, row in zip(group, each, strict=True)]
-        total, count = total + float(torch.cat(scored).sum()), count + sum(one.scored for one in group)
-        tell(each.numel())
-    return total / count
-
-
 def by_position(
-    model: Transformer,
-    tokens: Tokens,
-    length: int,
-    limit: int,
-    mask: Mask | None = None,
-    tell: Tell = lambda read: None,
+    model: Transformer, tokens: Tokens, length: int, limit: int, mask: Mask | None = None, tell: Tell = lambda *_: None
 ) -> ByPosition:
     """Return the mean loss at each position of pieces of a length, over about `limit` tokens from the beginning."""
-    count = scored(tokens, length, limit)
+    count, done = scored(tokens, length, limit), 0
     sums = torch.zeros(length, dtype=torch.float64)
-    for _, each in window_losses(model, tokens, whole_pieces(0, count, length), mask):
+    for _, each in window_losses(model, tokens.read, whole_pieces(0, count, length), mask):
         sums += each.sum(dim=0)
-        tell(each.numel())
+        done += each.numel()
+        tell(done, count)
     pieces, ends = count // length, bucket_ends(length)
     sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
     means = [float(sums[end - size : end].sum()) / (size * pieces) for end, size in zip(ends, sizes, strict=True)]
@@ -145,7 +132,7 @@ def curse(
     long: int,
     limit: int,
     stride: int | None = None,
-    tell: Tell = lambda read: None,
+    tell: Tell = lambda *_: None,
 ) -> Curse:
     """Return the gain of a long length over a short one, split into context and the curse fading.
 
@@ -157,17 +144,19 @@ def curse(
     stride = max(1, short // 8) if stride is None else whole_number("stride", stride, at_least=1)
     if stride > short:
         raise ValueError(f"stride: expected at most the short length {short}, got {stride}")
-    count = scored(tokens, long, limit)
+    count, done, means = scored(tokens, long, limit), 0, []
     begin = min(long, len(tokens) - 1 - count)
-    both = (short, long)
-    whole = [mean_loss(model, tokens, whole_pieces(begin, count, n), tell) for n in both]
-    sliding = [mean_loss(model, tokens, sliding_windows(begin, count, n, stride), tell) for n in both]
-    return Curse(short, long, stride, count, (whole[0], whole[1]), (sliding[0], sliding[1]))
-
-
-def tokens_to_read(count: int, short: int, long: int, stride: int) -> int:
-    """Return about how many tokens `curse` reads for `count` scored ones: what progress is measured against."""
-    return 2 * count + -(-count // stride) * (short + long)
+    whole = [list(whole_pieces(begin, count, n)) for n in (short, long)]
+    sliding = [list(sliding_windows(begin, count, n, stride)) for n in (short, long)]
+    total = sum(one.stop - one.start for readings in whole + sliding for one in readings)
+    for readings in whole + sliding:
+        loss = 0.0
+        for group, each in window_losses(model, tokens.read, readings):
+            loss += float(torch.cat([row[one.context :] for one, row in zip(group, each, strict=True)]).sum())
+            done += each.numel()
+            tell(done, total)
+        means.append(loss / count)
+    return Curse(short, long, stride, count, (means[0], means[1]), (means[2], means[3]))
 
 
 def analyse(
@@ -183,28 +172,14 @@ def analyse(
     """Return the loss by position at each length, and the curse between the shortest and the longest."""
     model, text, rows = subject.model, corpus[split], []
     for length in lengths:
-        tell = _adding(progress, f"positions, {length}", scored(text, length, tokens))
-        rows.append({"length": length, **asdict(by_position(model, text, length, tokens, tell=tell))})
+        found = by_position(model, text, length, tokens, tell=partial(progress, f"positions, {length}"))
+        rows.append({"length": length, **asdict(found)})
     between, short, long = None, min(lengths), max(lengths)
     if short < long:
-        stride = stride or max(1, short // 8)
-        total = tokens_to_read(scored(text, long, tokens), short, long, stride)
-        tell = _adding(progress, f"curse, {short} to {long}", total)
-        found = curse(model, text, short, long, tokens, stride, tell)
-        between = {"short": short, "long": long, "gain": found.gain, "from_context": found.from_context}
-        between |= {"from_curse": found.from_curse, **asdict(found)}
+        split_up = curse(model, text, short, long, tokens, stride, partial(progress, f"curse, {short} to {long}"))
+        between = {"short": short, "long": long, "gain": split_up.gain, "from_context": split_up.from_context}
+        between |= {"from_curse": split_up.from_curse, **asdict(split_up)}
     return header("positions", subject, corpus) | {"rows": rows, "curse": between}
-
-
-def _adding(progress: Progress, stage: str, total: int) -> Tell:
-    done = 0
-
-    def tell(more: int) -> None:
-        nonlocal done
-        done += more
-        progress(stage, min(done, total), total)
-
-    return tell
 
 
 def table(found: Row) -> Iterator[str]:

@@ -28,8 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lengthen.attention import Blockwise, Causal, Mask
-from lengthen.attention.biases import Bias, Decay
+from lengthen.attention import Blockwise, Mask
 from lengthen.checks import describe
 from lengthen.data import Corpus
 from lengthen.evaluation.analyses.shared import TOKENS, WIDEST, Progress, Row, header, line, pieces, silent
@@ -64,23 +63,8 @@ def score_sums(call: Call, most: int = CHUNK_SCORES) -> tuple[Tensor, Tensor]:
     return sums, pairs
 
 
-def mean_scores(
-    q: Tensor,
-    k: Tensor,
-    bias: Bias | None = None,
-    decay: Decay | None = None,
-    mask: Mask | None = None,
-    scale: float | None = None,
-    most: int = CHUNK_SCORES,
-) -> Tensor:
-    """Return s, float64 `[N + 2]`: the mean score at each distance that is seen; arguments as for `attention`.
-
-    `most` is how many scores are held at once.
-    """
-    return _means(*score_sums(Call(0, q, k, k, bias, decay, mask or Causal(), scale), most))
-
-
-def _means(sums: Tensor, pairs: Tensor) -> Tensor:
+def mean_scores(sums: Tensor, pairs: Tensor) -> Tensor:
+    """Return s, `[N + 2]`: the mean score at each distance that is seen."""
     seen = int((pairs > 0).sum())  # a query sees a run of keys that ends at itself: distances have no gap
     return sums[:seen] / pairs[:seen]
 
@@ -101,7 +85,7 @@ def of_model(model: Transformer, batches: Iterable[Tensor], mask: Mask | None = 
     `mask` is what the model reads with: None is `Causal()`, and blockwise attention is `Blockwise(train_length // 2)`.
     """
     total, _ = summed(model, batches, lambda call: torch.stack(score_sums(call)), mask)
-    return Resolution([resolution(_means(sums, pairs)) for sums, pairs in total])
+    return Resolution([resolution(mean_scores(sums, pairs)) for sums, pairs in total])
 
 
 def analyse(

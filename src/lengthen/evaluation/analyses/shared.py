@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lengthen.data import Corpus, Tokens
 from lengthen.evaluation.recall import BESIDE, NEAREST
-from lengthen.evaluation.runs import Subject, reachable
+from lengthen.evaluation.runs import Subject
 
 TOKENS = 16_384  # of the text that are read, by default
 BATCH_TOKENS = 1 << 13  # in one pass
@@ -60,11 +60,9 @@ def fitting_lengths(subject: Subject, corpus: Corpus | None, split: str, given: 
             problem = f"expected at least {least}, got {length}"
         elif corpus is not None and there is not None and length >= there:
             problem = f"{length:,} is longer than the text: split {split!r} of {corpus.directory} has {there:,} tokens"
-        elif not reachable(subject, length + beside):
-            most = config.position_options.get("max_length", config.train_length)
-            problem = (
-                f"{length + beside:,} tokens are beyond the {most:,} positions that this model has learned vectors for"
-            )
+        elif config.longest is not None and length + beside > config.longest:
+            beyond = f"beyond the {config.longest:,} positions that this model has learned vectors for"
+            problem = f"{length + beside:,} tokens are {beyond}"
         if problem is None:
             fitting.append(length)
         elif given is not None or length == config.train_length:
