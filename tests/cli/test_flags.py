@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import pytest
 
-from lengthen.cli.flags import parse
+from lengthen.cli import prepare, train
+from lengthen.cli.flags import in_flags, parse
 
 Capture = pytest.CaptureFixture[str]
 
@@ -114,3 +115,23 @@ def test_help_has_the_description_defaults_and_choices(capsys: Capture) -> None:
     assert "(default: 1.0,2.0)" in said
     assert "--lengths N,…|none" in said
     assert "--no-force" not in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "said"),
+    [
+        (
+            prepare.Arguments,
+            "out: x holds another corpus; force=True replaces it",
+            "--out: x holds another corpus; --force replaces it",
+        ),
+        (prepare.Arguments, "vocab_size: only a BPE has one", "--vocab-size: only a BPE has one"),
+        (prepare.Arguments, "hold out fewer (validation=0)", "hold out fewer (--validation 0)"),
+        (prepare.Arguments, "sources: no text; outforce=True", "sources: no text; outforce=True"),
+        (train.Arguments, "train.steps: expected at least 1", "--train.steps: expected at least 1"),
+        (train.Arguments, "model.positions = 'x': no such", "--model.positions = 'x': no such"),
+        (train.Arguments, "f.toml: train.steps: expected at least 1", "f.toml: train.steps: expected at least 1"),
+    ],
+)
+def test_errors_are_in_the_command_lines_words(kind: type, message: str, said: str) -> None:
+    assert in_flags(message, kind) == said

@@ -81,7 +81,7 @@ def test_from_words_to_a_model(data: str, tmp_path: Path, capsys: Capture) -> No
     assert load(out / "checkpoints" / "step-00000006").config == config.model
 
     assert main([*words, "--train.steps", "3"]) == 1
-    assert "error: train.steps: expected at least the 6 steps" in capsys.readouterr().err
+    assert "error: --train.steps: expected at least the 6 steps" in capsys.readouterr().err
     assert main([*words, "--resume", "never"]) == 1
     assert "error: --resume never: " in capsys.readouterr().err
 
@@ -180,19 +180,19 @@ def test_what_is_wrong_is_said(data: str, tmp_path: Path, capsys: Capture, monke
     assert refused(["tinny"], capsys) == f"tinny: expected {presets}, got no such file; did you mean 'tiny'?"
     assert refused(["tiny", "--data", "nowhere"], capsys).startswith("nowhere/index.json: not there; expected a folder")
     said = refused(["tiny", "--data", data, "--model.layers", "0"], capsys)
-    assert said == "model.layers: expected at least 1, got 0"
+    assert said == "--model.layers: expected at least 1, got 0"
     said = refused(["tiny", "--data", data, "--model.position_options.slope", "2"], capsys)
-    assert said.startswith("model.positions = 'alibi': alibi: unknown option 'slope'; did you mean 'slopes'?")
+    assert said.startswith("--model.positions = 'alibi': alibi: unknown option 'slope'; did you mean 'slopes'?")
     said = refused(["tiny", "--data", data, "--model.position_options.slope"], capsys)
     assert said == "--model.position_options.slope: expected a value, got none"
     said = refused(["tiny", "--data", data, "--model.positions", "alibbi"], capsys)
     assert "model.positions = 'alibbi': " in said
     assert said.endswith("did you mean 'alibi'?")
     said = refused(["tiny", "--data", data, "--model.vocab_size", "100", *TINY, "--out", "a"], capsys)
-    assert said == f"model.vocab_size: expected at least the 258 tokens of {data}, got 100"
+    assert said == f"--model.vocab_size: expected at least the 258 tokens of {data}, got 100"
     said = refused(["tiny", "--data", data, *TINY, "--evaluation.lengths", "100000", "--out", "b"], capsys)
     assert said.startswith(
-        "evaluation.lengths: 100000 tokens and the one after them are more than the validation split"
+        "--evaluation.lengths: 100000 tokens and the one after them are more than the validation split"
     )
     said = refused(["tiny", "--data", data, *TINY, "--resume", "nowhere", "--out", "c"], capsys)
     assert "nowhere" in said

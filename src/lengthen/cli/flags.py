@@ -5,6 +5,7 @@ Values are read as the files have them: `true`, `none`, and lists with commas (6
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Sequence
 from types import NoneType
@@ -14,7 +15,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from lengthen.checks import nearest
-from lengthen.io import alternatives, named
+from lengthen.io import alternatives, keys, named
 
 T = TypeVar("T")
 
@@ -39,6 +40,20 @@ def _parts(word: str) -> list[str]:
     """Return --steps=4 as two words, for which tyro names the nearest flag that there is."""
     flag, equals, value = word.partition("=")
     return [flag, value] if word.startswith("--") and equals and not value.startswith("-") else [word]
+
+
+def in_flags(message: str, kind: type) -> str:
+    """Return an error of the library in the command line's words: `--force` for `force=True`, `--out:` for `out:`."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    positional = [name for name, hint in hints.items() if tyro.conf.Positional in typing.get_args(hint)]
+    names = "|".join(re.escape(name.removeprefix("keys.")) for name in keys(kind) if name not in positional)
+
+    def flag(name: str) -> str:
+        return "--" + (name if "." in name else name.replace("_", "-"))
+
+    message = re.sub(rf"^({names})(?=: | = )", lambda found: flag(found[1]), message)
+    given = rf"(?<=[ (])({names})=(\w+)"
+    return re.sub(given, lambda found: flag(found[1]) + ("" if found[2] == "True" else f" {found[2]}"), message)
 
 
 REGISTRY = ConstructorRegistry()

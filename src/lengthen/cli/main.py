@@ -77,4 +77,8 @@ def _run(verb: str, words: list[str]) -> int:
     module = importlib.import_module(f"lengthen.cli.{MODULES.get(verb, verb)}")
     read = getattr(module, "parse", None)
     arguments = read(words) if read else flags.parse(module.Arguments, words, verb, module.__doc__ or "")
-    return int(module.run(arguments))
+    try:
+        return int(module.run(arguments))
+    except (TypeError, ValueError) as problem:  # of the library, which knows no flags
+        problem.args = (flags.in_flags(str(problem), module.Arguments),)
+        raise

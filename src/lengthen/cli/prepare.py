@@ -22,11 +22,13 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from lengthen.cli.progress import amount, duration, show_progress
+
+OWN = ("out", "sources", "default", "validation", "separator")  # the other arguments are options of `prepare`
 
 
 @dataclass(frozen=True)
@@ -54,20 +56,13 @@ class Arguments:
     force: bool = False  # replace a corpus made from other sources or settings
 
 
-OPTIONS = (
-    *("tokenizer", "vocab_size", "sample_bytes", "end_token", "mask_token", "dtype", "text_key", "split_before"),
-    *("seed", "processes", "shard_tokens", "force"),
-)  # those of `prepare` that go by the same name here
-
-
 def run(arguments: Arguments) -> int:
     """Prepare, with progress; end with what was made and what comes next."""
     from lengthen.data import prepare
 
     if arguments.default and arguments.sources:
         raise ValueError(f"--default: expected no other source beside it, got {', '.join(arguments.sources)}")
-    options: dict[str, Any] = {name: getattr(arguments, name) for name in OPTIONS}
-    options = {name: value for name, value in options.items() if value is not None}
+    options = {name: value for name, value in vars(arguments).items() if value is not None and name not in OWN}
     if arguments.separator is not None:
         options["separator"] = unescape(arguments.separator)
     if arguments.validation:
