@@ -93,7 +93,7 @@ class _Bars(_Lines):
     def show(self) -> None:
         """Move the stage's bar."""
         if self.stage not in self.tasks:
-            self.tasks[self.stage] = self.bars.add_task(self.stage)
+            self.tasks[self.stage] = self.bars.add_task(self.stage, total=None)
         self.bars.update(self.tasks[self.stage], completed=self.done, total=self.total or None)
 
     def end_stage(self) -> None:

@@ -1,7 +1,6 @@
 """Training: one command from text to a checkpoint, on a laptop or on many GPUs.
 
-lengthen/config.py is what a run is told.
-
+../config.py   what a run is told
 loop.py        the loop
 batches.py     what each step reads; masking.py is an encoder's task
 validation.py  the loss at the training length and beyond, while training
