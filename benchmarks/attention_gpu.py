@@ -489,21 +489,21 @@ def train_one(bench: Bench, corpus: Any, folder: Path) -> Path:
     from lengthen.training import load, train, world
 
     quick, steps = bench.options.quick, 4 if bench.options.quick else bench.options.train_steps
-    words = [
-        ("model.positions", "alibi"),
-        ("model.train_length", "64" if quick else "512"),
-        ("train.steps", str(steps)),
-        ("train.batch", "4" if quick else "64"),
-        ("train.micro_batch", "4" if quick else "64"),
-        ("schedule.shape", "trapezoid"),
-        ("schedule.warmup", str(max(1, steps // 5))),
-        ("evaluation.every", "0"),
-        ("checkpoint.every", "0"),
-        *([("model.width", "128"), ("model.heads", "2")] if quick else []),  # heads of 64, as the kernels like them
-    ]
+    overrides = {
+        "model.positions": "alibi",
+        "model.train_length": 64 if quick else 512,
+        "train.steps": steps,
+        "train.batch": 4 if quick else 64,
+        "train.micro_batch": 4 if quick else 64,
+        "schedule.shape": "trapezoid",
+        "schedule.warmup": max(1, steps // 5),
+        "evaluation.every": 0,
+        "checkpoint.every": 0,
+        **({"model.width": 128, "model.heads": 2} if quick else {}),  # heads of 64, as the kernels like them
+    }
     began = time.monotonic()
     with world(str(bench.device)) as here:
-        outcome = train(load("tiny" if quick else "small", words, corpus.vocab_size), corpus, folder, here)
+        outcome = train(load("tiny" if quick else "small", overrides, corpus.vocab_size), corpus, folder, here)
     at = {"steps": steps, "seconds": round(time.monotonic() - began)}
     bench.report.add("trained", "loss of the model", at, outcome.loss, "")
     return folder

@@ -22,6 +22,7 @@ import torch
 
 from lengthen.data import Corpus, prepare
 from lengthen.evaluation import Result, evaluate, open_run, protocol
+from lengthen.io import literal
 from lengthen.report import papers
 from lengthen.training import Watcher, load, train, world
 from lengthen.training.log import Record
@@ -65,19 +66,19 @@ def made(text: str | Path, folder: Path, options: dict[str, Any]) -> Corpus:
 
 def trained(method: str, corpus: Corpus, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Train one model into a folder; return how."""
-    words = [
-        ("model.positions", method),
-        ("model.train_length", str(LENGTHS[0])),
-        ("train.steps", str(arguments.steps)),
-        ("train.batch", "128"),
-        ("train.micro_batch", "128"),
-        ("schedule.shape", "trapezoid"),
-        ("schedule.warmup", str(min(200, arguments.steps // 5))),
-        ("evaluation.every", "0"),
-        ("checkpoint.every", "0"),
-        *((key, value) for key, _, value in (word.partition("=") for word in arguments.set)),
-    ]
-    config = load("small", words, corpus.vocab_size)
+    overrides = {
+        "model.positions": method,
+        "model.train_length": LENGTHS[0],
+        "train.steps": arguments.steps,
+        "train.batch": 128,
+        "train.micro_batch": 128,
+        "schedule.shape": "trapezoid",
+        "schedule.warmup": min(200, arguments.steps // 5),
+        "evaluation.every": 0,
+        "checkpoint.every": 0,
+        **{key: literal(value) for key, _, value in (word.partition("=") for word in arguments.set)},
+    }
+    config = load("small", overrides, corpus.vocab_size)
     began = time.monotonic()
     with world(arguments.device) as here:
         outcome = train(config, corpus, folder, here, watchers=[Pace(method, arguments.steps)])

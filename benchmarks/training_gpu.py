@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from lengthen.data import Corpus, prepare
+from lengthen.io import literal
 from lengthen.training import Watcher, load, train, world
 from lengthen.training.log import Record
 
@@ -60,23 +61,23 @@ class Meter(Watcher):
             raise EnoughError
 
 
-def measure(model: str, method: str, length: int, corpus: Corpus, steps: int, extra: list[tuple[str, str]]) -> Record:
+def measure(model: str, method: str, length: int, corpus: Corpus, steps: int, extra: dict[str, Any]) -> Record:
     torch._dynamo.reset()
     torch.cuda.reset_peak_memory_stats()
-    words = [
-        ("model.positions", method),
-        ("model.vocab_size", str(VOCABULARY)),
-        ("model.train_length", str(length)),
-        ("train.batch", str(TOKENS[model] // length)),
-        ("train.micro_batch", str(TOKENS[model] // length)),
-        ("train.steps", str(steps + 3 * STRETCH)),
-        ("schedule.warmup", "20"),
-        ("evaluation.every", "0"),
-        ("checkpoint.every", "0"),
-        ("log.every", str(STRETCH)),
-        *extra,
-    ]
-    config = load(model, words)
+    overrides = {
+        "model.positions": method,
+        "model.vocab_size": VOCABULARY,
+        "model.train_length": length,
+        "train.batch": TOKENS[model] // length,
+        "train.micro_batch": TOKENS[model] // length,
+        "train.steps": steps + 3 * STRETCH,
+        "schedule.warmup": 20,
+        "evaluation.every": 0,
+        "checkpoint.every": 0,
+        "log.every": STRETCH,
+        **extra,
+    }
+    config = load(model, overrides)
     meter = Meter(skip=STRETCH, steps=steps)
     with tempfile.TemporaryDirectory() as out, world("cuda") as here:
         with contextlib.suppress(EnoughError):
@@ -113,7 +114,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this needs a CUDA device, and torch sees none")
-    extra = [(key, value) for key, _, value in (word.partition("=") for word in arguments.set)]
+    extra = {key: literal(value) for key, _, value in (word.partition("=") for word in arguments.set)}
     today = datetime.date.today().isoformat()
     path = arguments.out or Path(__file__).parent / "results" / f"training_gpu-{today}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

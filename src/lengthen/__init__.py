@@ -14,22 +14,29 @@ transformer that takes any of them). `lengthen.data` and `lengthen.training` are
 packages.
 """
 
-from lengthen import positions
-from lengthen.attention import (
-    Ball,
-    Bidirectional,
-    Blockwise,
-    Causal,
-    Decay,
-    Linear,
-    Table,
-    Window,
-    alibi_slopes,
-    attention,
-    merge,
-    reach,
-)
-from lengthen.model import ModelConfig, Transformer
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lengthen import positions
+    from lengthen.attention import (
+        Ball,
+        Bidirectional,
+        Blockwise,
+        Causal,
+        Decay,
+        Linear,
+        Table,
+        Window,
+        alibi_slopes,
+        attention,
+        merge,
+        reach,
+    )
+    from lengthen.config import ModelConfig
+    from lengthen.model import Transformer
 
 __version__ = "0.1.0"
 
@@ -51,3 +58,29 @@ __all__ = [
     "positions",
     "reach",
 ]
+
+_HOMES = {"ModelConfig": "config", "Transformer": "model"}  # where a name is from, if not from `attention`
+
+
+class _Package(ModuleType):
+    """This package, whose names are imported when first used: the command line starts without torch."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name == "positions":
+            return importlib.import_module("lengthen.positions")
+        value = getattr(importlib.import_module(f"lengthen.{_HOMES.get(name, 'attention')}"), name)
+        vars(self)[name] = value
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Whoever imports the folder `attention` binds it to this name, which is the op's.
+        if name != "attention" or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*vars(self), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

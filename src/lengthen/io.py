@@ -139,7 +139,7 @@ def build(kind: type[T], table: Any, where: str = "", prefix: str = "") -> T:
         if key not in hints:
             known = [*keys(kind, prefix), *(prefix + name for name in hints)]
             raise ValueError(f"{start}unknown key '{prefix}{key}'{nearest(prefix + key, known)}")
-    values = {name: _checked(where, prefix + name, table[name], hint) for name, hint in hints.items() if name in table}
+    values = {name: checked(where, prefix + name, table[name], hint) for name, hint in hints.items() if name in table}
     for field in dataclasses.fields(kind):
         if field.name in values or field.default is not dataclasses.MISSING:
             continue
@@ -154,7 +154,7 @@ def build(kind: type[T], table: Any, where: str = "", prefix: str = "") -> T:
         raise type(problem)(f"{start}{problem}") from None
 
 
-def _checked(where: str, key: str, value: Any, hint: Any) -> Any:
+def checked(where: str, key: str, value: Any, hint: Any) -> Any:
     """Return the value if it is what the annotation says; whole numbers serve as floats."""
     for option in alternatives(hint):
         origin = typing.get_origin(option) or option
@@ -164,10 +164,10 @@ def _checked(where: str, key: str, value: Any, hint: Any) -> Any:
             return build(typing.cast(type, option), value, where, f"{key}.")
         if origin is list and isinstance(value, list | tuple):
             (item,) = typing.get_args(option) or (Any,)
-            return [_checked(where, f"{key}[{place}]", one, item) for place, one in enumerate(value)]
+            return [checked(where, f"{key}[{place}]", one, item) for place, one in enumerate(value)]
         if origin is dict and isinstance(value, Mapping):
             item = (typing.get_args(option) or (str, Any))[1]
-            return {name: _checked(where, f"{key}.{name}", one, item) for name, one in value.items()}
+            return {name: checked(where, f"{key}.{name}", one, item) for name, one in value.items()}
         if origin is typing.Literal and value in typing.get_args(option):
             return value
         if option is float and isinstance(value, int | float) and not isinstance(value, bool):
@@ -226,6 +226,14 @@ def named(hint: Any) -> str:
         return words.get(option, str(option))
 
     return " or ".join(one(option) for option in alternatives(hint))
+
+
+def literal(text: str) -> Any:
+    """Return what a text is as a value in TOML, or the text itself: for a value whose type is not known."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 # TOML, written.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from lengthen.cli import analyse
+from lengthen.cli.flags import parse
 from lengthen.cli.main import main
 from lengthen.data import Corpus
 from lengthen.evaluation import analyses
@@ -47,9 +47,7 @@ def learned(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*words: object) -> int:
-    parser = argparse.ArgumentParser()
-    analyse.add_arguments(parser)
-    return analyse.run(parser.parse_args([*map(str, words), "--device", "cpu"]))
+    return analyse.run(parse(analyse.Arguments, [*map(str, words), "--device", "cpu"], "analyse", ""))
 
 
 def read(run: Path, name: str) -> dict[str, Any]:
@@ -146,17 +144,12 @@ def test_what_is_wrong_is_said(alibi: Path, learned: Path, data: str, tmp_path: 
         return str(problem.value)
 
     some = (alibi, "--data", data)
-    said = refused(*some, "--what", "resolutoin")
-    assert said == (
-        "--what: expected of resolution, positions, reach, distance, recall, got 'resolutoin'; "
-        "did you mean 'resolution'?"
-    )
     validation = len(Corpus.open(data)["validation"])
     assert refused(*some, "--lengths", "16,5000") == (
         f"--lengths: 5,000 is longer than the text: split 'validation' of {data} has {validation:,} tokens"
     )
     assert refused(*some, "--lengths", "1") == "--lengths: expected at least 2, got 1"
-    assert "--lengths: expected whole numbers" in refused(*some, "--lengths", "a")
+    assert refused(*some, "--lengths", "[]") == "--lengths: expected at least one number, each at least 1, got []"
     assert refused(*some, "--tokens", "0") == "--tokens: expected a whole number of at least 1, got 0"
     assert "did you mean 'validation'?" in refused(*some, "--split", "validatoin")
     assert refused(learned, "--data", data, "--lengths", "16,17") == (
@@ -169,6 +162,12 @@ def test_what_is_wrong_is_said(alibi: Path, learned: Path, data: str, tmp_path: 
     assert "no such folder" in refused(tmp_path / "nowhere", "--data", data)
     assert "index.json: not there" in refused(alibi, "--data", tmp_path)
     assert not (tmp_path / "analysis").exists()
+
+
+def test_a_wrong_word_is_said(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        run("x", "--what", "reach,resolutoin")
+    assert "got 'resolutoin'; did you mean 'resolution'?" in re.sub(r"[│\s]+", " ", capsys.readouterr().err)
 
 
 def test_results_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,16 +14,16 @@ from lengthen.evaluation import Result, results
 from lengthen.training import load
 
 # A smaller model at a shorter length than the demo's: the shape shows after some ten seconds a method.
-SHORT = [
-    ("model.layers", "2"),
-    ("model.width", "64"),
-    ("model.train_length", "32"),
-    ("train.steps", "180"),
-    ("optimizer.lr", "4e-3"),
-    ("schedule.warmup", "20"),
-    ("evaluation.every", "0"),
-    ("checkpoint.every", "0"),
-]
+SHORT: dict[str, Any] = {
+    "model.layers": 2,
+    "model.width": 64,
+    "model.train_length": 32,
+    "train.steps": 180,
+    "optimizer.lr": 4e-3,
+    "schedule.warmup": 20,
+    "evaluation.every": 0,
+    "checkpoint.every": 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def silent(what: str, done: int, total: int) -> None:
 def test_the_result_has_the_papers_shape(library: Corpus, tmp_path: Path) -> None:
     found: dict[tuple[str, str], dict[int, Result]] = {}
     for method in ("alibi", "sinusoidal", "rotary", "xpos"):
-        config = load("tiny", [("model.positions", method), *SHORT], library.vocab_size)
+        config = load("tiny", {"model.positions": method} | SHORT, library.vocab_size)
         demo.train_one(config, library, tmp_path / method, silent)
         for one in demo.evaluate_one(tmp_path / method, library, 8192, silent):
             found.setdefault((method, one.protocol), {})[one.length // 32] = one

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from lengthen.cli.main import main
-from lengthen.cli.prepare import OPTIONS, unescape, validation
+from lengthen.cli.prepare import Arguments, unescape, validation
 from lengthen.data import Corpus, prepare
+from lengthen.io import fields
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_again_other_and_forced(text: Path, tmp_path: Path, capsys: pytest.Captu
     assert main(words) == 0
     assert "already prepared, checked and unchanged" in capsys.readouterr().out
     assert main([*words, "--dtype", "uint32"]) == 1
-    assert "lengthen prepare: error: out: " in capsys.readouterr().err
+    assert "lengthen prepare: error: --out: " in capsys.readouterr().err
     assert main([*words, "--dtype", "uint32", "--force"]) == 0
     assert Corpus.open(tmp_path / "out").index["dtype"] == "uint32"
 
@@ -86,7 +87,7 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_option_is_offered() -> None:
     known = set(inspect.signature(prepare).parameters) - {"sources", "out", "progress"}
-    assert {*OPTIONS, "separator", "validation"} == known
+    assert set(fields(Arguments)) - {"sources", "out", "default"} == known
 
 
 def test_escapes() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 
 import pytest
 
@@ -63,14 +62,6 @@ def test_a_bar_in_a_terminal() -> None:
     assert "writing" in shown
     assert "5.0/5.0 MB" in shown
     assert len(shown) < 50_000  # not a drawing a call
-
-
-def test_a_terminal_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich.progress", None)
-    stream = Terminal()
-    with show_progress(stream) as progress:
-        progress("reading", 5, 10)
-    assert stream.getvalue() == "reading: 5 B of 10 B (50 %), 0 s\n"
 
 
 def test_words() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lengthen.cli import report
+from lengthen.cli.flags import parse
 
 
 @pytest.fixture
@@ -22,10 +22,8 @@ def folder(tmp_path: Path) -> Path:
     return run
 
 
-def arguments(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    report.add_arguments(parser)
-    return parser.parse_args(list(words))
+def arguments(*words: str) -> report.Arguments:
+    return parse(report.Arguments, words, "report", "")
 
 
 def test_the_page_alone(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,13 +59,10 @@ def test_the_commands_on_the_page_are_commands(folder: Path) -> None:
     from lengthen.report.sections import analysis_command, command
 
     found = collect([folder])
-    eval_parser, analyse_parser = argparse.ArgumentParser(), argparse.ArgumentParser()
-    evaluate.add_arguments(eval_parser)
-    analyse.add_arguments(analyse_parser)
     words = shlex.split(command(found.curves[0]))
     assert words[:2] == ["lengthen", "eval"]
-    assert eval_parser.parse_args(words[2:]).lengths == "64,128"
+    assert parse(evaluate.Arguments, words[2:], "eval", "").lengths == [64, 128]
     for kind in ("resolution", "positions", "reach", "distance", "recall"):
         words = shlex.split(analysis_command(found.runs[0], kind))
         assert words[:2] == ["lengthen", "analyse"]
-        assert analyse.wanted(analyse_parser.parse_args(words[2:]).what) == [kind]
+        assert parse(analyse.Arguments, words[2:], "analyse", "").what == [kind]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import re
@@ -12,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from lengthen import config as configs
 from lengthen.cli import train as verb
 from lengthen.cli.main import main
+from lengthen.config import Config, DataConfig, ModelConfig
 from lengthen.data import prepare
+from lengthen.io import keys, read_toml
 from lengthen.model import load
-from lengthen.training import config as configs
-from lengthen.training import settings
-from lengthen.training.config import Config, DataConfig
 from lengthen.training.parallel import World
 
 Capture = pytest.CaptureFixture[str]
@@ -53,9 +52,10 @@ def test_from_words_to_a_model(data: str, tmp_path: Path, capsys: Capture) -> No
     assert re.search(r"^  validation at 32: loss \d\.\d{4}, perplexity \d+\.\d{3}$", said.out, flags=re.MULTILINE)
     last = out / "checkpoints" / "step-00000004"
     assert f"  saved {last}\n" in said.out
-    assert said.out.endswith(f"done after 4 steps; the model is {last / 'model.safetensors'}\n")
+    end = f"done after 4 steps; the model is {last / 'model.safetensors'}\n\nNext: lengthen eval {out} --data {data}\n"
+    assert said.out.endswith(end)
 
-    config = settings.build(Config, settings.read_toml(out / "config.toml", dict))
+    config = read_toml(out / "config.toml", Config)
     assert (config.train.steps, config.model.width, config.model.vocab_size) == (4, 16, 258)
     assert config.evaluation_lengths == [16, 32]
     model = load(last)
@@ -70,7 +70,7 @@ def test_from_words_to_a_model(data: str, tmp_path: Path, capsys: Capture) -> No
     assert main([*words, "--train.steps", "4"]) == 0  # there is nothing left to do
     said = capsys.readouterr()
     assert said.out.startswith("going on after step 4: ")
-    assert said.out.endswith(f"done after 4 steps; the model is {last / 'model.safetensors'}\n")
+    assert said.out.endswith(end)
     assert [record["step"] for record in records(out) if record["kind"] == "step"] == [1, 2, 3, 4]
 
     assert main([*words, "--train.steps", "6"]) == 0
@@ -81,7 +81,7 @@ def test_from_words_to_a_model(data: str, tmp_path: Path, capsys: Capture) -> No
     assert load(out / "checkpoints" / "step-00000006").config == config.model
 
     assert main([*words, "--train.steps", "3"]) == 1
-    assert "error: train.steps: expected at least the 6 steps" in capsys.readouterr().err
+    assert "error: --train.steps: expected at least the 6 steps" in capsys.readouterr().err
     assert main([*words, "--resume", "never"]) == 1
     assert "error: --resume never: " in capsys.readouterr().err
 
@@ -98,7 +98,7 @@ def test_tensorboards_files(data: str, tmp_path: Path) -> None:
     seen = {event.step: event.value for event in events.Scalars("train/loss")}
     assert seen == pytest.approx(losses, rel=1e-6)
     assert [event.step for event in events.Scalars("validation/16")] == [0, 2]
-    assert settings.read_toml(out / "config.toml", dict)["log"]["tensorboard"] is True
+    assert read_toml(out / "config.toml", dict)["log"]["tensorboard"] is True
 
 
 def test_a_file_of_ones_own(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
@@ -113,18 +113,56 @@ def test_a_file_of_ones_own(data: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert {record["kind"] for record in records(Path("runs/mine"))} == {"step"}
 
 
-def test_every_key_is_listed(capsys: Capture) -> None:
-    assert main(["train", "--keys"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    listed = dict(line.removeprefix("--").split(maxsplit=1) for line in lines)
-    assert listed.keys() == settings.keys(Config).keys()
-    assert listed["model.layers"] == "(none)"
-    assert listed["model.positions"] == "alibi"
-    assert listed["train.steps"] == "1000"
-    assert listed["optimizer.betas"] == "[0.9, 0.95]"
-    assert listed["model.position_options"] == "{}"
-    for field in dataclasses.fields(DataConfig):
-        assert listed[f"data.{field.name}"] == str(field.default)
+def test_help_has_every_key(capsys: Capture) -> None:
+    """With a description, what it may be, and its default or what the file has."""
+    with pytest.raises(SystemExit) as left:
+        main(["train", "--help"])
+    assert left.value.code == 0
+    said = re.sub(r"[│─╭╮╰╯\s]+", " ", capsys.readouterr().out)
+    for key in keys(Config):
+        if key != "model.position_options":
+            assert re.search(rf" --{re.escape(key)} \S+ \w[^(]* .*?\((default: \S+|required)\)", said), key
+    assert "--model.layers N blocks of attention and feed-forward (required)" in said
+    assert "--train.precision auto|float32|bfloat16 bfloat16 is autocast; auto: that on a GPU (default: auto)" in said
+    assert "--optimizer.betas X,… decay of the two moments (default: 0.9,0.95)" in said
+    assert "--model.position_options.NAME VALUE" in said
+    with pytest.raises(SystemExit):
+        main(["train", "tiny", "--help"])
+    said = capsys.readouterr().out
+    assert "(default: 64,128,256,512,1024)" in re.sub(r"[│\s]+", " ", said)
+
+
+def test_words_come_over_the_file(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text(
+        "[model]\nwidth = 16\nheads = 2\ntrain_length = 8\npositions = 'rope'\n"
+        "[model.position_options]\nbase = 500.0\n[train]\nsteps = 3\n[optimizer]\nlr = 0.5\n"
+    )
+    words = ["--model.layers", "2", "--model.position_options.factor=4", "--model.position_options.scaling", "linear"]
+    words += [
+        "--evaluation.lengths",
+        "none",
+        "--train.compile",
+        "false",
+        "--optimizer.betas",
+        "0.5,0.6",
+        "--tensorboard",
+    ]
+    config = verb.parse([str(mine), *words]).resolved()
+    model = ModelConfig(1, 2, 16, 2, 8, "rotary", {"base": 500.0, "factor": 4, "scaling": "linear"})
+    assert config.model == model
+    assert (config.train.steps, config.train.compile, config.evaluation.lengths) == (3, False, None)
+    assert (config.optimizer.lr, config.optimizer.betas, config.log.tensorboard) == (0.5, [0.5, 0.6], True)
+    again = verb.parse(["--train.steps", "5", "--out", "x", str(mine), "--model.layers=1", "--plain"])
+    assert (again.keys.train.steps, again.keys.model.layers, again.config) == (5, 1, str(mine))
+
+
+def test_a_size_that_nobody_gives_is_named(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "mine.toml").write_text("[model]\nwidth = 16\nheads = 2\ntrain_length = 8\n")
+    with pytest.raises(SystemExit) as left:
+        main(["train", str(tmp_path / "mine.toml")])
+    assert left.value.code == 2
+    assert "--model.layers N" in capsys.readouterr().err
 
 
 def refused(words: list[str], capsys: Capture) -> str:
@@ -141,18 +179,20 @@ def test_what_is_wrong_is_said(data: str, tmp_path: Path, capsys: Capture, monke
     assert refused([], capsys) == f"CONFIG: expected {presets}, got none"
     assert refused(["tinny"], capsys) == f"tinny: expected {presets}, got no such file; did you mean 'tiny'?"
     assert refused(["tiny", "--data", "nowhere"], capsys).startswith("nowhere/index.json: not there; expected a folder")
-    said = refused(["tiny", "--data", data, "--model.layrs", "2"], capsys)
-    assert said == "--model.layrs: unknown key; did you mean 'model.layers'?"
-    said = refused(["tiny", "--data", data, "--model.layers", "two"], capsys)
-    assert said == "--model.layers: expected a whole number, got 'two'"
+    said = refused(["tiny", "--data", data, "--model.layers", "0"], capsys)
+    assert said == "--model.layers: expected at least 1, got 0"
+    said = refused(["tiny", "--data", data, "--model.position_options.slope", "2"], capsys)
+    assert said.startswith("--model.positions = 'alibi': alibi: unknown option 'slope'; did you mean 'slopes'?")
+    said = refused(["tiny", "--data", data, "--model.position_options.slope"], capsys)
+    assert said == "--model.position_options.slope: expected a value, got none"
     said = refused(["tiny", "--data", data, "--model.positions", "alibbi"], capsys)
     assert "model.positions = 'alibbi': " in said
     assert said.endswith("did you mean 'alibi'?")
     said = refused(["tiny", "--data", data, "--model.vocab_size", "100", *TINY, "--out", "a"], capsys)
-    assert said == f"model.vocab_size: expected at least the 258 tokens of {data}, got 100"
+    assert said == f"--model.vocab_size: expected at least the 258 tokens of {data}, got 100"
     said = refused(["tiny", "--data", data, *TINY, "--evaluation.lengths", "100000", "--out", "b"], capsys)
     assert said.startswith(
-        "evaluation.lengths: 100000 tokens and the one after them are more than the validation split"
+        "--evaluation.lengths: 100000 tokens and the one after them are more than the validation split"
     )
     said = refused(["tiny", "--data", data, *TINY, "--resume", "nowhere", "--out", "c"], capsys)
     assert "nowhere" in said
@@ -164,9 +204,19 @@ def test_what_is_wrong_is_said(data: str, tmp_path: Path, capsys: Capture, monke
     assert not Path("data").exists(), "the default corpus was prepared before the words were checked"
 
 
-def test_a_wrong_key_is_told_before_the_data_is_read(capsys: Capture) -> None:
-    said = refused(["tiny", "--data", "nowhere", "--train.stepz", "2"], capsys)
-    assert said == "--train.stepz: unknown key; did you mean 'train.steps'?"
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[model]\nwidht = 2\n", "unknown key 'model.widht'; did you mean 'model.width'?"),
+        ("[model]\nwidth = '2'\n", "model.width: expected a whole number, got '2' (str)"),
+        ("model = 3\n", "model: expected a table, got 3 (int)"),
+        ("[train]\nsteps = 0\n", "train.steps: expected at least 1, got 0"),
+        ("[trian]\nsteps = 1\n", "unknown key 'trian'; did you mean 'train'?"),
+    ],
+)
+def test_a_wrong_file_is_named(text: str, problem: str, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "f.toml").write_text(text)
+    assert refused([str(tmp_path / "f.toml")], capsys) == f"{tmp_path / 'f.toml'}: {problem}"
 
 
 def test_a_corpus_without_a_validation_split(tmp_path: Path, capsys: Capture) -> None:
@@ -201,16 +251,12 @@ def test_the_default_corpus_is_prepared_once(tmp_path: Path, monkeypatch: pytest
     assert calls == [{"tokenizer": "bytes", "vocab_size": None, "progress": None}]
 
 
-def test_who_watches(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_who_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    assert [type(watcher).__name__ for watcher in verb._watchers(False)] == ["Lines"]
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", Terminal())
-        assert [type(watcher).__name__ for watcher in verb._watchers(False)] == ["Live"]
-        assert [type(watcher).__name__ for watcher in verb._watchers(True)] == ["Lines"]
-        patch.setitem(sys.modules, "lengthen.cli.live", None)
-        assert [type(watcher).__name__ for watcher in verb._watchers(False)] == ["Lines"]
-    assert capsys.readouterr().err == 'lengthen train: for a live view, pip install "lengthen[cli]"\n'
+    assert type(verb._watcher(False)).__name__ == "Lines"
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert type(verb._watcher(False)).__name__ == "Live"
+    assert type(verb._watcher(True)).__name__ == "Lines"

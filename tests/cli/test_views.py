@@ -14,9 +14,9 @@ from rich.console import Console
 from lengthen.cli import lines
 from lengthen.cli.lines import Clock, Lines, conclusion, introduction
 from lengthen.cli.live import BARS, Live, course
+from lengthen.config import TrainConfig
 from lengthen.model import ModelConfig
 from lengthen.training import Config, Outcome
-from lengthen.training.config import TrainConfig
 from lengthen.training.events import Start
 from lengthen.training.log import Record
 

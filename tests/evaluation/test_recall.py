@@ -129,9 +129,8 @@ def test_the_preset() -> None:
 @pytest.mark.slow
 def test_the_preset_learns(tmp_path: Path) -> None:
     """In a third of its steps it is far above chance, one in ten, over half its training length."""
-    config = load(
-        "recall", [("train.steps", "500"), ("schedule.shape", "constant"), ("evaluation.every", "0")], vocab_size=258
-    )
+    overrides = {"train.steps": 500, "schedule.shape": "constant", "evaluation.every": 0}
+    config = load("recall", overrides, vocab_size=258)
     corpus = make_corpus(tmp_path / "data", documents=4000)
     outcome = train(config, corpus, tmp_path / "run", World(0, 1, torch.device("cpu")))
     model = load_model(outcome.checkpoint)

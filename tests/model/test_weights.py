@@ -134,7 +134,7 @@ def test_an_unknown_key_of_the_config_is_named(make: Make, tmp_path: Path) -> No
     path = tmp_path / "a.safetensors"
     save(make(dtype=torch.float32), path)
     with_config(path, lambda said: said.update(head_dims=3))
-    with pytest.raises(ValueError, match=r"a\.safetensors: unknown key 'model.head_dims'; did you mean 'head_dim'\?"):
+    with pytest.raises(ValueError, match=r"a\.safetensors: unknown key 'model.head_dims'; did you mean '.*head_dim'\?"):
         read(path)
     with_config(path, lambda said: (said.pop("head_dims"), said.update(heads=0)))
     with pytest.raises(ValueError, match=r"model.heads: expected at least 1, got 0"):

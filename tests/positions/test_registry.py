@@ -14,7 +14,7 @@ from lengthen.positions import (
     summaries,
 )
 from lengthen.positions.compose import Composed
-from lengthen.positions.registry import METHODS
+from lengthen.positions.registry import METHODS, canonical
 
 SIZES = {"heads": 4, "head_dim": 8, "width": 32}
 
@@ -23,6 +23,13 @@ def test_names_are_sorted_and_all_there() -> None:
     assert names() == (
         "alibi", "kerple", "learned", "none", "rotary", "sandwich", "sinusoidal", "t5", "xpos",
     )  # fmt: skip
+
+
+def test_rope_is_rotary() -> None:
+    assert isinstance(build("rope", **SIZES), Rotary)
+    assert options("rope") == options("rotary")
+    assert canonical("rope + alibi") == "rotary+alibi"
+    assert [part.name for part in build("rope+alibi", **SIZES).parts] == ["rotary", "alibi"]  # type: ignore[union-attr]
 
 
 def test_every_name_builds_its_class_which_is_public() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from lengthen.config import from_table
 from lengthen.data import Corpus, prepare
 from lengthen.training import Config, World
-from lengthen.training.config import from_table
 
 Make = Callable[..., Config]
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from lengthen.config import Config, DataConfig, TrainConfig
 from lengthen.data import Corpus, prepare
 from lengthen.model import IGNORED, ModelConfig
 from lengthen.training import World
 from lengthen.training.batches import Batches, Work
-from lengthen.training.config import Config, DataConfig, TrainConfig
 
 CPU = torch.device("cpu")
 

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given
-from hypothesis import settings as hypothesis_settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lengthen import positions
+from lengthen import config as configs
+from lengthen import io, positions
+from lengthen.config import Config, differences, find, from_table, load, presets
 from lengthen.model import ModelConfig, Transformer
-from lengthen.training import config as configs
-from lengthen.training import settings
-from lengthen.training.config import Config, differences, find, from_table, load, presets
 
 NAMES = ("lex-medium", "recall", "small", "tiny", "wikitext103", "xl")
 MODEL: dict[str, Any] = {"vocab_size": 19, "layers": 2, "width": 24, "heads": 4, "train_length": 40}
@@ -31,7 +29,7 @@ def test_the_presets_are_there() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_is_whole(name: str) -> None:
     config = load(name, vocab_size=50304)
-    again = from_table(tomllib.loads(settings.to_toml(config)), "again")
+    again = from_table(tomllib.loads(io.to_toml(config)), "again")
     assert again == config
     with torch.device("meta"):
         model = Transformer(config.model)
@@ -115,11 +113,11 @@ def tables(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@hypothesis_settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(table=tables())
 def test_toml_and_back(table: dict[str, Any]) -> None:
     config = from_table(table, "table")
-    again = from_table(tomllib.loads(settings.to_toml(config)), "again")
+    again = from_table(tomllib.loads(io.to_toml(config)), "again")
     assert again == config
     assert differences(config, again) == []
     for section, keys in table.items():
@@ -128,34 +126,35 @@ def test_toml_and_back(table: dict[str, Any]) -> None:
 
 
 def test_position_options_come_through(tmp_path: Path) -> None:
-    words = [
-        ("model.positions", "rotary"),
-        ("model.position_options.scaling", "yarn"),
-        ("model.position_options.factor", "4"),
-        ("model.position_options.original_length", "64"),
-    ]
-    config = load("tiny", words, vocab_size=258)
+    overrides = {
+        "model.positions": "rope",
+        "model.position_options.scaling": "yarn",
+        "model.position_options.factor": 4,
+        "model.position_options.original_length": 64,
+    }
+    config = load("tiny", overrides, vocab_size=258)
+    assert config.model.positions == "rotary", "a config has the method's own name"
     assert config.model.position_options == {"scaling": "yarn", "factor": 4, "original_length": 64}
     path = tmp_path / "saved.toml"
-    path.write_text(settings.to_toml(config))
+    path.write_text(io.to_toml(config))
     assert load(path) == config
     with pytest.raises(ValueError, match=r"saved.toml: model.positions = 'rotary': rotary.factor: expected at least 1"):
-        load(path, [("model.position_options.factor", "0")])
+        load(path, {"model.position_options.factor": 0})
 
 
 def test_overrides_of_every_type() -> None:
-    words = {
-        "model.layers": "2",
-        "model.key_heads": "none",
-        "model.biases": "false",
-        "train.micro_batch": "8",
-        "train.compile": "none",
-        "optimizer.lr": "0.01",
-        "optimizer.betas": "0.8,0.9",
-        "evaluation.lengths": "none",
+    overrides = {
+        "model.layers": 2,
+        "model.key_heads": None,
+        "model.biases": False,
+        "train.micro_batch": 8,
+        "train.compile": None,
+        "optimizer.lr": 0.01,
+        "optimizer.betas": [0.8, 0.9],
+        "evaluation.lengths": None,
         "schedule.shape": "constant",
     }
-    config = load("tiny", words.items(), vocab_size=258)
+    config = load("tiny", overrides, vocab_size=258)
     assert differences(load("tiny", vocab_size=258), config) == [
         "model.layers: 4 → 2",
         "model.biases: True → False",
@@ -169,7 +168,7 @@ def test_overrides_of_every_type() -> None:
 
 def test_the_vocabulary_fills_a_gap_and_no_more() -> None:
     assert load("tiny", vocab_size=300).model.vocab_size == 300
-    assert load("tiny", [("model.vocab_size", "512")], vocab_size=300).model.vocab_size == 512
+    assert load("tiny", {"model.vocab_size": 512}, vocab_size=300).model.vocab_size == 512
     with pytest.raises(ValueError, match=r"tiny\.toml: model.vocab_size: expected a value, got none"):
         load("tiny")
 
@@ -221,18 +220,18 @@ WRONG: list[tuple[str, Any, str]] = [
     ("train.seed", -1, "expected at least 0, got -1"),
     ("train.clip", -0.5, "expected at least 0, got -0.5"),
     ("train.precision", "float16", "expected 'auto' or 'float32' or 'bfloat16', got 'float16'"),
-    ("train.mask_share", 0.0, "expected a share between 0 and 1, got 0.0"),
-    ("train.mask_share", 1.0, "expected a share between 0 and 1, got 1.0"),
+    ("train.mask_share", 0.0, "expected a fraction between 0 and 1, got 0.0"),
+    ("train.mask_share", 1.0, "expected a fraction between 0 and 1, got 1.0"),
     ("optimizer.lr", 0.0, "expected more than 0, got 0.0"),
     ("optimizer.lr", float("nan"), "expected a finite number, got nan"),
     ("optimizer.epsilon", 0.0, "expected more than 0, got 0.0"),
     ("optimizer.weight_decay", -1.0, "expected at least 0, got -1.0"),
     ("optimizer.betas", [0.9], r"expected two numbers from 0 to below 1, got \[0.9\]"),
     ("optimizer.betas", [0.9, 1.0], r"expected two numbers from 0 to below 1, got \[0.9, 1.0\]"),
-    ("schedule.shape", "cosin", r"expected 'cosine' .*, got 'cosin'; did you mean 'cosine'\?"),
+    ("schedule.shape", "cosin", r"expected 'cosine' .*, got 'cosin' \(str\); did you mean 'cosine'\?"),
     ("schedule.warmup", -1, "expected at least 0, got -1"),
-    ("schedule.decay_share", 1.5, "expected a share from 0 to 1, got 1.5"),
-    ("schedule.floor", -0.1, "expected a share from 0 to 1, got -0.1"),
+    ("schedule.decay_share", 1.5, "expected a fraction from 0 to 1, got 1.5"),
+    ("schedule.floor", -0.1, "expected a fraction from 0 to 1, got -0.1"),
     ("evaluation.every", -1, "expected at least 0, got -1"),
     ("evaluation.tokens", 0, "expected at least 1, got 0"),
     ("evaluation.lengths", [64, 0], "expected at least 1, got 0"),
@@ -257,7 +256,7 @@ def test_every_section_is_tried() -> None:
 
 @pytest.mark.parametrize("section", [field.name for field in dataclasses.fields(Config)])
 def test_a_mistyped_key_or_section_is_named(section: str) -> None:
-    name = dataclasses.fields(settings.fields(Config)[section])[0].name
+    name = dataclasses.fields(io.fields(Config)[section])[0].name
     mistyped = name[:-1] + "xx"
     with pytest.raises(ValueError, match=rf"^f\.toml: unknown key '{section}.{mistyped}'; did you mean '{section}\."):
         from_table({"model": MODEL} | {section: {mistyped: 1}}, "f.toml")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lengthen import positions
+from lengthen.config import OptimizerConfig
 from lengthen.model import ModelConfig, Transformer
-from lengthen.training.config import OptimizerConfig
 from lengthen.training.optimizer import adamw
 
 SIZES: dict[str, Any] = {"vocab_size": 19, "layers": 2, "width": 24, "heads": 4, "train_length": 40}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthen.training.config import ScheduleConfig
+from lengthen.config import ScheduleConfig
 from lengthen.training.schedule import share
 
 SHAPES = ("cosine", "trapezoid", "constant")

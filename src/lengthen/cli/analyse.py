@@ -20,9 +20,11 @@ Examples:
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
+
+import tyro
 
 from lengthen.cli.progress import show_progress
 
@@ -37,33 +39,30 @@ OPTIONS = {  # of each analysis, among the arguments
     "distance": ("split", "tokens"),
     "recall": ("trials", "seed"),
 }
-NAMES = tuple(OPTIONS)
+Name = Literal["resolution", "positions", "reach", "distance", "recall"]
+NAMES: tuple[Name, ...] = get_args(Name)
 USUAL = NAMES[:-1]
-TOKENS = 16_384
-TRIALS = 256
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb's arguments."""
-    parser.add_argument("run_folder", metavar="RUN", type=Path, help="a run's folder, or a checkpoint's")
-    parser.add_argument("--data", metavar="DIR", type=Path, help="token shards (default: the default corpus)")
-    parser.add_argument(
-        "--what", metavar="NAMES", help=f"of {', '.join(NAMES)}, with commas (all but recall; reach for ALiBi alone)"
-    )
-    parser.add_argument(
-        "--lengths", metavar="N,N,…", help="tokens read at once (the training length times 1, 2, 4, 8, 16)"
-    )
-    parser.add_argument("--tokens", metavar="N", type=int, default=TOKENS, help=f"of the text to read ({TOKENS})")
-    parser.add_argument("--split", metavar="NAME", default="validation", help="of the corpus (validation)")
-    parser.add_argument("--blockwise", action="store_true", help="resolution: with blockwise attention too")
-    parser.add_argument("--block", metavar="N", type=int, help="its block (half the training length)")
-    parser.add_argument("--stride", metavar="N", type=int, help="positions: of sliding windows (shortest length / 8)")
-    parser.add_argument("--trials", metavar="N", type=int, default=TRIALS, help=f"recall: questions ({TRIALS})")
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="recall: other questions (0)")
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
+@dataclass(frozen=True)
+class Arguments:
+    """What `lengthen analyse` is told."""
+
+    run_folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]  # a run's folder, or a checkpoint's
+    data: Path | None = None  # token shards; none: the default corpus
+    what: list[Name] | None = None  # none: all but recall, and reach for ALiBi alone
+    lengths: list[int] | None = None  # tokens read at once; none: the training length times 1, 2, 4, 8, 16
+    tokens: int = 16_384  # of the text to read
+    split: str = "validation"  # of the corpus
+    blockwise: bool = False  # resolution: with blockwise attention too
+    block: int | None = None  # its block; none: half the training length
+    stride: int | None = None  # positions: of sliding windows; none: the shortest length / 8
+    trials: int = 256  # recall: questions
+    seed: int = 0  # recall: other questions
+    device: str | None = None  # cpu, cuda or cuda:1; none: cuda where there is one
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Arguments) -> int:
     """Analyse, with progress; write the results, and end with short tables."""
     import torch
 
@@ -95,28 +94,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def wanted(given: str | None) -> list[str]:
+def wanted(given: list[Name] | None) -> list[str]:
     """Return the analyses that are asked for, in the order of NAMES."""
-    from lengthen.checks import nearest
-
-    asked = list(USUAL) if given is None else [word.strip() for word in given.split(",")]
-    for word in asked:
-        if word not in NAMES:
-            raise ValueError(f"--what: expected of {', '.join(NAMES)}, got {word!r}{nearest(word, NAMES)}")
-    return [name for name in NAMES if name in asked]
+    return [name for name in NAMES if name in (USUAL if given is None else given)]
 
 
 def _corpus(directory: Path | None, asked: list[str], subject: Subject) -> Corpus | None:
     """Return the corpus, if an analysis reads one: the folder's, or the default one of the run's config."""
-    from lengthen.cli.corpus import open_corpus
+    from lengthen.cli.corpus import corpus_of
     from lengthen.evaluation.runs import refuse_other_tokens
-    from lengthen.training.config import from_table
-    from lengthen.training.settings import read_toml
 
     if asked == ["recall"]:
         return None
-    table = subject.checkpoint.path / "config.toml"
-    corpus = open_corpus(directory, from_table(read_toml(table, dict), str(table)).data)
+    corpus = corpus_of(subject, directory)
     refuse_other_tokens(subject, corpus)
     return corpus
 

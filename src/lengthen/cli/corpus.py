@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 from lengthen.cli.progress import show_progress
+from lengthen.config import Config, DataConfig
 from lengthen.data import Corpus, prepare
-from lengthen.training.config import DataConfig
+from lengthen.evaluation import Subject
+from lengthen.io import read_toml
 
 
 def default_folder(data: DataConfig) -> Path:
@@ -27,3 +29,8 @@ def open_corpus(directory: Path | None, data: DataConfig) -> Corpus:
         with show_progress() as progress:
             prepare(None, folder, tokenizer=data.tokenizer, vocab_size=size, progress=progress)
     return Corpus.open(folder)
+
+
+def corpus_of(subject: Subject, directory: Path | None) -> Corpus:
+    """Return the corpus to read with a run's model: the folder's, or the default one with the run's tokenizer."""
+    return open_corpus(directory, read_toml(subject.checkpoint.path / "config.toml", Config).data)

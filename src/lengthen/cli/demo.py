@@ -12,9 +12,9 @@ where it was; one that is there already, with the same settings, is only shown a
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,30 +28,33 @@ if TYPE_CHECKING:
 METHODS = ("none", "sinusoidal", "rotary", "t5", "alibi", "xpos")
 BLOCKWISE = ("rotary", "xpos")  # those that blockwise attention is for
 TIMES = (1, 2, 4, 8, 16, 32)
-STEPS, TOKENS = 120, 16_384  # of training, and scored at each length: a few minutes on two cores
 ANALYSES = {"resolution": (1, 2, 4, 8, 16), "positions": (16,), "distance": (8,), "reach": (16,)}  # × training length
 ANALYSED = 4_096  # tokens
 
 Tell = Callable[[str, int, int], None]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this verb's arguments."""
-    parser.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="where everything goes (demo)")
-    parser.add_argument("--methods", default=",".join(METHODS), metavar="NAME,…", help="position methods (all six)")
-    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"training steps of each ({STEPS})")
-    parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"scored at each length ({TOKENS})")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data (0)")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="token shards of your own (the default corpus)")
+@dataclass(frozen=True)
+class Arguments:
+    """What `lengthen demo` is told."""
+
+    out: Path = Path("demo")  # where everything goes
+    methods: list[str] = field(default_factory=lambda: list(METHODS))  # position methods
+    steps: int = 120  # of training, for each method
+    tokens: int = 16_384  # scored at each length
+    seed: int = 0  # of weights and data
+    data: Path | None = None  # token shards of your own; none: the default corpus
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Arguments) -> int:
     """Train, evaluate, analyse, report; end with a table and the page's path."""
     from lengthen.cli.corpus import open_corpus
-    from lengthen.training.config import DataConfig
+    from lengthen.config import DataConfig
 
     began = time.monotonic()
-    methods = [name.strip() for name in arguments.methods.split(",")]
+    methods = arguments.methods
+    if not methods:
+        raise ValueError("--methods: expected the name of at least one position method, got none")
     configs = {name: config_of(name, arguments.steps, arguments.seed) for name in methods}  # a wrong name ends it here
     corpus = open_corpus(arguments.data, DataConfig())
     results: dict[str, list[Result]] = {}
@@ -76,23 +79,24 @@ def config_of(method: str, steps: int, seed: int) -> Config:
     """Return the preset `tiny` with this method."""
     from lengthen.training import load
 
-    words = [("model.positions", method), ("train.steps", str(steps)), ("train.seed", str(seed))]
-    words += [("evaluation.every", "0"), ("checkpoint.every", "0"), ("checkpoint.keep", "1")]
-    return load("tiny", words, vocab_size=258)
+    overrides = {"model.positions": method, "train.steps": steps, "train.seed": seed}
+    return load(
+        "tiny", overrides | {"evaluation.every": 0, "checkpoint.every": 0, "checkpoint.keep": 1}, vocab_size=258
+    )
 
 
 def train_one(config: Config, corpus: Corpus, folder: Path, tell: Tell) -> None:
     """Train one model, or go on; a folder with a run of other settings is refused."""
     import torch
 
+    from lengthen.config import Config, differences
+    from lengthen.io import read_toml
     from lengthen.training import Watcher, train, world
-    from lengthen.training.config import differences, from_table
     from lengthen.training.log import Record
-    from lengthen.training.settings import read_toml
 
     there = folder / "config.toml"
     if there.exists():
-        changes = differences(from_table(read_toml(there, dict), str(there)), config)
+        changes = differences(read_toml(there, Config), config)
         if changes:
             raise FileExistsError(
                 f"{folder}: holds a run with other settings ({'; '.join(changes)}); choose another --out"

@@ -15,9 +15,11 @@ The verdict is the longest length at which the loss is within 1 % of its best, a
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
 
 from lengthen.cli.progress import amount, show_progress
 
@@ -25,44 +27,45 @@ if TYPE_CHECKING:
     from lengthen.data import Corpus
     from lengthen.evaluation import Result, Subject
 
+Protocol = Literal["nonoverlapping", "sliding", "blockwise", "window"]
 TIMES = (1, 2, 4, 8, 16, 32)  # the training length, by default
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this verb's arguments."""
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or one checkpoint's")
-    parser.add_argument("--data", metavar="DIR", type=Path, help="token shards (default: the default corpus)")
-    parser.add_argument("--split", default="validation", help="which split of the corpus (validation)")
-    parser.add_argument("--lengths", metavar="N,N,…", help="lengths in tokens (1× to 32× the training length)")
-    parser.add_argument("--protocol", default="nonoverlapping", metavar="NAME,NAME", help="protocols (nonoverlapping)")
-    parser.add_argument("--stride", type=int, metavar="N", help="of sliding (half the length)")
-    parser.add_argument("--block", type=int, metavar="N", help="of blockwise (half the training length) and window")
-    parser.add_argument("--tokens", type=int, metavar="N", help="tokens to score (131072, or the longest length)")
-    parser.add_argument("--checkpoint", default="last", metavar="last|best", help="which of a run's checkpoints (last)")
-    parser.add_argument("--device", metavar="NAME", help="cpu or cuda (cuda where there is one)")
-    parser.add_argument("--again", action="store_true", help="measure again what is there already")
+@dataclass(frozen=True)
+class Arguments:
+    """What `lengthen eval` is told."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]  # a run's folder, or one checkpoint's
+    data: Path | None = None  # token shards; none: the default corpus
+    split: str = "validation"  # of the corpus
+    lengths: list[int] | None = None  # in tokens; none: 1× to 32× the training length
+    protocol: list[Protocol] = field(default_factory=lambda: ["nonoverlapping"])  # how a text is read
+    stride: int | None = None  # of sliding; none: half the length
+    block: int | None = None  # of blockwise and window; none: half the training length
+    tokens: int | None = None  # to score; none: 131072, or the longest length
+    checkpoint: Literal["last", "best"] = "last"  # which of a run's checkpoints
+    device: str | None = None  # cpu or cuda; none: cuda where there is one
+    again: bool = False  # measure again what is there already
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Arguments) -> int:
     """Evaluate, with progress; end with a table and the verdicts."""
     import torch
 
-    from lengthen.cli.corpus import open_corpus
+    from lengthen.cli.corpus import corpus_of
     from lengthen.evaluation import evaluate, open_run, protocol, verdicts
-    from lengthen.training.config import from_table
-    from lengthen.training.settings import read_toml
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     subject = open_run(arguments.run, arguments.checkpoint, device)
-    table = subject.checkpoint.path / "config.toml"
-    corpus = open_corpus(arguments.data, from_table(read_toml(table, dict), str(table)).data)
+    corpus = corpus_of(subject, arguments.data)
     base, longest = subject.model.config.train_length, subject.model.config.longest
-    lengths = whole_numbers("--lengths", arguments.lengths) if arguments.lengths else _usual(base, corpus, arguments)
+    given = arguments.lengths
+    lengths = _usual(base, corpus, arguments) if given is None else whole_numbers("--lengths", given)
     beyond = [length for length in lengths if longest is not None and length > longest]
     if beyond:
         listed = ", ".join(f"{length:,}" for length in beyond)
         print(f"left out: {listed}: the model learned a vector for each position, and has no more of them")
-    names = [name.strip() for name in arguments.protocol.split(",")]
+    names = arguments.protocol
     chosen = [
         protocol(
             name,
@@ -92,21 +95,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _usual(base: int, corpus: Corpus, arguments: argparse.Namespace) -> list[int]:
+def _usual(base: int, corpus: Corpus, arguments: Arguments) -> list[int]:
     """Return the usual lengths, as far as the text goes."""
     there = len(corpus[arguments.split]) - 1
     return [base * times for times in TIMES if base * times <= there] or [base]
 
 
-def whole_numbers(name: str, text: str) -> list[int]:
-    """Return the numbers of a list with commas, in order, each once."""
-    try:
-        found = sorted({int(part.replace("_", "")) for part in text.split(",") if part.strip()})
-    except ValueError:
-        raise ValueError(f"{name}: expected whole numbers with commas, got {text!r}") from None
-    if not found or found[0] < 1:
-        raise ValueError(f"{name}: expected at least one number, each at least 1, got {text!r}")
-    return found
+def whole_numbers(name: str, given: list[int]) -> list[int]:
+    """Return the numbers in order, each once."""
+    if not given or min(given) < 1:
+        raise ValueError(f"{name}: expected at least one number, each at least 1, got {given}")
+    return sorted(set(given))
 
 
 def describe(subject: Subject, results: list[Result], data: str) -> str:

@@ -1,17 +1,19 @@
 """`lengthen VERB …`: finds the verb, runs it, and turns errors that a person can mend into one clear line.
 
-A verb is a module of this folder with `add_arguments(parser)` and `run(arguments)`, which returns the exit status; its
-docstring is the long help, examples included. A verb is imported when it is named, so that each needs only its own
-packages.
+A verb is a module of this folder with a dataclass `Arguments` (its flags, each with a comment as help) and
+`run(arguments)`, which returns the exit status; its docstring is the long help, examples included. Help needs no torch:
+what a verb works with is imported by `run`.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
 from collections.abc import Sequence
+
+from lengthen import __version__
+from lengthen.checks import nearest
 
 VERBS = {
     "demo": "train six methods short, test them long, and show it: a few minutes",
@@ -24,22 +26,34 @@ VERBS = {
 
 MODULES = {"eval": "evaluate"}  # where a verb's name would hide one of Python's own
 
+USAGE = f"""\
+usage: lengthen VERB …
+
+Train short, test long: language models that work beyond the length they were trained at.
+
+{chr(10).join(f"  {verb:<10}{summary}" for verb, summary in VERBS.items())}
+
+`lengthen VERB --help` explains a verb, with examples. --version prints the version, --traceback shows where an error
+arose."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; return the exit status: 0 for success, 1 for an error with its message, 2 for wrong usage."""
     words = list(sys.argv[1:] if argv is None else argv)
     traceback = "--traceback" in words
-    words, keys = _keys([word for word in words if word != "--traceback"])
-    parser = _parser(next((word for word in words if not word.startswith("-")), None))
-    arguments = parser.parse_args(words)
-    if arguments.verb is None:
-        parser.print_help()
+    verb, *words = [word for word in words if word != "--traceback"] or ["--help"]
+    if verb in ("-h", "--help"):
+        print(USAGE)
         return 0
-    arguments.keys = keys
-    if keys and not arguments.takes_keys:
-        parser.error(f"{arguments.verb} takes no keys, got --{keys[0][0]}")
+    if verb == "--version":
+        print(f"lengthen {__version__}")
+        return 0
+    if verb not in VERBS:
+        expected = f"expected a verb ({', '.join(VERBS)}), got {verb!r}{nearest(verb, VERBS)}"
+        print(f"lengthen: error: {expected}", file=sys.stderr)
+        return 2
     try:
-        status = int(arguments.function(arguments))
+        status = _run(verb, words)
         sys.stdout.flush()  # here, so that a reader who has gone is noticed here
         return status
     except KeyboardInterrupt:
@@ -48,66 +62,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as with `lengthen … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (
-        ValueError,
-        TypeError,
-        ArithmeticError,
-        OSError,
-        ImportError,
-    ) as problem:  # what checks of input, files and extras raise
+    except (ValueError, TypeError, ArithmeticError, OSError, ImportError) as problem:  # of input, files and extras
         if traceback:
             raise
-        print(f"lengthen {arguments.verb}: error: {problem}", file=sys.stderr)
+        print(f"lengthen {verb}: error: {problem}", file=sys.stderr)
         return 1
 
 
-def _keys(words: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the words without those like --train.steps 500 or --train.steps=500, and those as pairs."""
-    rest, keys = [], []
-    waiting = iter(words)
-    for word in waiting:
-        key, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or "." not in key:
-            rest.append(word)
-            continue
-        if not equals:
-            value = next(waiting, "--")
-            if value.startswith("--"):
-                print(f"lengthen: error: --{key}: expected a value, got none", file=sys.stderr)
-                raise SystemExit(2)
-        keys.append((key, value))
-    return rest, keys
-
-
-def _parser(verb: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lengthen",
-        description="Train short, test long: language models that work beyond the length they were trained at.",
-        epilog="`lengthen VERB --help` explains a verb, with examples; --traceback shows where an error arose.",
-    )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
-    for name, summary in VERBS.items():
-        if name != verb:
-            verbs.add_parser(name, help=summary, add_help=False)
-            continue
-        module = importlib.import_module(f"lengthen.cli.{MODULES.get(name, name)}")
-        child = verbs.add_parser(
-            name,
-            help=summary,
-            description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        module.add_arguments(child)
-        child.set_defaults(function=module.run, takes_keys=getattr(module, "TAKES_KEYS", False))
-    return parser
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
+def _run(verb: str, words: list[str]) -> int:
     try:
-        return version("lengthen")
-    except PackageNotFoundError:  # run from a source tree that is not installed
-        return "(not installed)"
+        from lengthen.cli import flags
+    except ImportError as problem:
+        raise ImportError(f'{problem}; the command line needs pip install "lengthen[cli,train]"') from None
+    module = importlib.import_module(f"lengthen.cli.{MODULES.get(verb, verb)}")
+    read = getattr(module, "parse", None)
+    arguments = read(words) if read else flags.parse(module.Arguments, words, verb, module.__doc__ or "")
+    try:
+        return int(module.run(arguments))
+    except (TypeError, ValueError) as problem:  # of the library, which knows no flags
+        problem.args = (flags.in_flags(str(problem), module.Arguments),)
+        raise

@@ -18,70 +18,55 @@ Examples:
 
 from __future__ import annotations
 
-import argparse
 import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+import tyro
 
 from lengthen.cli.progress import amount, duration, show_progress
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb's arguments."""
-    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="files, folders or datasets on disk")
-    parser.add_argument("--default", action="store_true", help="the standard library's source, as without any SOURCE")
-    parser.add_argument("-o", "--out", required=True, metavar="DIR", help="the folder to make")
-    words = parser.add_argument_group("tokens")
-    words.add_argument(
-        "--tokenizer",
-        default="bytes",
-        metavar="NAME",
-        help="bytes, bpe, the path of a tokenizer.json, or a prepared corpus whose tokenizer it shall be (bytes)",
-    )
-    words.add_argument("--vocab-size", type=int, metavar="N", help="ids of a BPE, special ones included (16384)")
-    words.add_argument("--sample-bytes", type=int, metavar="N", help="text that a BPE is trained on (67108864)")
-    words.add_argument("--end-token", metavar="TOKEN", help="the token of a tokenizer.json that ends a document")
-    words.add_argument("--mask-token", metavar="TOKEN", help="the token of a tokenizer.json that masks another")
-    words.add_argument("--dtype", metavar="TYPE", help="uint16 or uint32 (the smallest that fits)")
-    documents = parser.add_argument_group("documents")
-    documents.add_argument(
-        "--validation",
-        nargs="+",
-        metavar="SHARE|PATH",
-        help="a share of the documents, or files and folders (0.05; what a dataset has itself comes first)",
-    )
-    documents.add_argument(
-        "--text-key", metavar="KEY", help="where JSON lines, parquet and datasets have the text (text)"
-    )
-    documents.add_argument("--separator", metavar="TEXT", help="what stands between documents, escapes allowed: '\\0'")
-    documents.add_argument("--split-before", metavar="REGEX", help="a line that matches begins a new document")
-    documents.add_argument("--seed", type=int, metavar="N", help="another choice of validation documents (0)")
-    running = parser.add_argument_group("running")
-    running.add_argument("--processes", type=int, metavar="N", help="worker processes (one a core)")
-    running.add_argument("--shard-tokens", type=int, metavar="N", help="tokens in a shard (134217728)")
-    running.add_argument("--force", action="store_true", help="replace a corpus made from other sources or settings")
+OWN = ("out", "sources", "default", "validation", "separator")  # the other arguments are options of `prepare`
 
 
-OPTIONS = (
-    *("tokenizer", "vocab_size", "sample_bytes", "end_token", "mask_token", "dtype", "text_key", "split_before"),
-    *("seed", "processes", "shard_tokens", "force"),
-)  # those of `prepare` that go by the same name here; one that was not given is left to its default there
+@dataclass(frozen=True)
+class Arguments:
+    """What `lengthen prepare` is told; none: the default that `lengthen.data.prepare` has."""
+
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]  # the folder to make
+    sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE …]")] = ()
+    """Files, folders or datasets on disk."""
+    default: bool = False  # the standard library's source, as without any SOURCE
+    tokenizer: str = "bytes"  # bytes, bpe, the path of a tokenizer.json, or a prepared corpus that has one
+    vocab_size: int | None = None  # ids of a BPE, special ones included; none: 16384
+    sample_bytes: int | None = None  # text that a BPE is trained on; none: 67108864
+    end_token: str | None = None  # the token of a tokenizer.json that ends a document
+    mask_token: str | None = None  # the token of a tokenizer.json that masks another
+    dtype: Literal["uint16", "uint32"] | None = None  # of an id; none: the smallest that fits
+    validation: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FRACTION|PATH …")] = ()
+    """A fraction of the documents, or files and folders; none: 0.05, unless a dataset has its own."""
+    text_key: str | None = None  # where JSON lines, parquet and datasets have the text; none: text
+    separator: str | None = None  # what stands between documents, escapes allowed: '\0'
+    split_before: str | None = None  # a regular expression: a line that matches begins a new document
+    seed: int | None = None  # another choice of validation documents; none: 0
+    processes: int | None = None  # workers; none: one per core
+    shard_tokens: int | None = None  # tokens in a shard; none: 134217728
+    force: bool = False  # replace a corpus made from other sources or settings
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Arguments) -> int:
     """Prepare, with progress; end with what was made and what comes next."""
     from lengthen.data import prepare
 
     if arguments.default and arguments.sources:
         raise ValueError(f"--default: expected no other source beside it, got {', '.join(arguments.sources)}")
-    options: dict[str, Any] = {
-        name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None and value is not False
-    }
+    options = {name: value for name, value in vars(arguments).items() if value is not None and name not in OWN}
     if arguments.separator is not None:
         options["separator"] = unescape(arguments.separator)
-    if arguments.validation is not None:
-        options["validation"] = validation(arguments.validation)
+    if arguments.validation:
+        options["validation"] = validation(list(arguments.validation))
     began = time.monotonic()
     stages = set()
     with show_progress() as progress:
@@ -91,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
             if stage != "unchanged":
                 progress(stage, done, total)
 
-        corpus = prepare(arguments.sources or None, arguments.out, progress=watch, **options)
+        corpus = prepare(list(arguments.sources) or None, arguments.out, progress=watch, **options)
     took = f"{duration(time.monotonic() - began)}"
     state = "already prepared, checked and unchanged" if "unchanged" in stages else f"prepared in {took}"
     print(f"\n{corpus.directory}: {state}")

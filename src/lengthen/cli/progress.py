@@ -1,11 +1,11 @@
-"""Progress of a long task: a live line in a terminal, and elsewhere a plain line every few seconds.
+"""Progress of a long task: bars in a terminal, and elsewhere a plain line every few seconds.
 
     with show_progress() as progress:
         for done in …:
             progress("tokenising", done, total)
 
 The stage's name, what is done and what there is to do; a total of 0 is one that is not known. Calls may be as many as
-one likes: most of them return at once. A terminal gets a bar, the rate and the time left if rich is installed.
+one likes: most of them return at once.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, Protocol
-
-PLAIN_SECONDS = 5.0  # between two plain lines
-LIVE_SECONDS = 0.1  # between two updates of the bar
+from typing import IO, Protocol
 
 
 class Progress(Protocol):
@@ -31,53 +28,82 @@ class Progress(Protocol):
 def show_progress(stream: IO[str] | None = None, *, unit: str = "B") -> Iterator[Progress]:
     """Give a function to call with the stage, what is done and the total; unit "B" shows MB, any other counts."""
     stream = sys.stdout if stream is None else stream
-    if stream.isatty():
-        try:
-            import rich.progress
-        except ImportError:
-            pass
-        else:
-            with _bar(rich, stream, unit) as bar:
-                live = _Live(bar)
-                yield live
-                live.close()
-            return
-    plain = _Plain(stream, unit)
+    shown = _Bars(stream, unit) if stream.isatty() else _Lines(stream, unit)
     try:
-        yield plain
+        yield shown
     finally:
-        plain.close()
+        shown.end_stage()
+        shown.close()
 
 
-class _Plain:
+class _Lines:
     """A line when a stage begins to take long, every few seconds after that, and when it ends."""
 
+    every = 5.0  # seconds between two of them
+
     def __init__(self, stream: IO[str], unit: str) -> None:
-        self._stream, self._unit = stream, unit
-        self._stage = ""
-        self._began = self._said = time.monotonic()
-        self._done = self._total = 0
+        self.stream, self.unit = stream, unit
+        self.stage = ""
+        self.began = self.said = 0.0
+        self.done = self.total = 0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        """Say it if it is time to: a task may call a million times."""
         now = time.monotonic()
-        if stage != self._stage:
-            self.close()
-            self._stage, self._began, self._said = stage, now, now
-        # The line is only made when it is due: a task may call a million times.
-        self._done, self._total = done, total
-        if now - self._said >= PLAIN_SECONDS:
-            self._said = now
-            self._print()
+        if stage != self.stage:
+            self.end_stage()
+            self.stage, self.began, self.said = stage, now, now
+        self.done, self.total = done, total
+        if now - self.said >= self.every:
+            self.said = now
+            self.show()
+
+    def end_stage(self) -> None:
+        """Say how the stage ended."""
+        if self.stage:
+            self.show()
+
+    def show(self) -> None:
+        """Print the line."""
+        seconds = time.monotonic() - self.began
+        print(describe(self.stage, self.done, self.total, seconds, self.unit), file=self.stream, flush=True)
 
     def close(self) -> None:
-        """Say how the stage ended."""
-        if self._stage:
-            self._print()
-        self._stage = ""
+        """End, after the last stage."""
 
-    def _print(self) -> None:
-        line = describe(self._stage, self._done, self._total, time.monotonic() - self._began, self._unit)
-        print(line, file=self._stream, flush=True)
+
+class _Bars(_Lines):
+    """A bar per stage, with the speed and the time left; the finished ones stay."""
+
+    every = 0.1
+
+    def __init__(self, stream: IO[str], unit: str) -> None:
+        from rich import progress as kit
+        from rich.console import Console
+
+        super().__init__(stream, unit)
+        counts: list[kit.ProgressColumn] = [kit.DownloadColumn(), kit.TransferSpeedColumn()]
+        if unit != "B":
+            counts = [kit.MofNCompleteColumn(), kit.TextColumn(unit)]
+        columns = (kit.TextColumn("{task.description:<24}"), kit.BarColumn(), *counts, kit.TimeRemainingColumn())
+        self.bars = kit.Progress(*columns, kit.TimeElapsedColumn(), console=Console(file=stream))
+        self.tasks: dict[str, kit.TaskID] = {}
+        self.bars.start()
+
+    def show(self) -> None:
+        """Move the stage's bar."""
+        if self.stage not in self.tasks:
+            self.tasks[self.stage] = self.bars.add_task(self.stage, total=None)
+        self.bars.update(self.tasks[self.stage], completed=self.done, total=self.total or None)
+
+    def end_stage(self) -> None:
+        """Bring the stage's bar to its end."""
+        self.total = self.total or self.done
+        super().end_stage()
+
+    def close(self) -> None:
+        """Leave the bars standing."""
+        self.bars.stop()
 
 
 def describe(stage: str, done: int, total: int, seconds: float, unit: str = "B") -> str:
@@ -111,45 +137,3 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-class _Live:
-    """A bar a stage; the finished ones stay."""
-
-    def __init__(self, bar: Any) -> None:
-        self._bar = bar
-        self._task: Any = None
-        self._stage = ""
-        self._state = (0, 0)
-        self._said = 0.0
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage != self._stage:
-            self.close()
-            self._task, self._stage, self._said = self._bar.add_task(stage, total=total or None), stage, 0.0
-        self._state = (done, total)
-        now = time.monotonic()
-        if now - self._said >= LIVE_SECONDS:
-            self._said = now
-            self._bar.update(self._task, completed=done, total=total or None)
-
-    def close(self) -> None:
-        """Bring the stage's bar to where the stage ended."""
-        if self._task is not None:
-            done, total = self._state
-            self._bar.update(self._task, completed=done, total=total or done)
-            self._bar.stop_task(self._task)
-
-
-@contextmanager
-def _bar(rich: Any, stream: IO[str], unit: str) -> Iterator[Any]:
-    from rich.console import Console
-
-    kit = rich.progress
-    if unit == "B":
-        counts = [kit.DownloadColumn(), kit.TransferSpeedColumn()]
-    else:
-        counts = [kit.MofNCompleteColumn(), kit.TextColumn(unit)]
-    columns = [kit.TextColumn("{task.description:<24}"), kit.BarColumn(), *counts, kit.TimeRemainingColumn()]
-    with kit.Progress(*columns, kit.TimeElapsedColumn(), console=Console(file=stream)) as bar:
-        yield bar

@@ -15,29 +15,37 @@ Examples:
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb's arguments."""
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs that `lengthen eval` has measured")
-    parser.add_argument("-o", "--out", default="report.html", metavar="FILE", help="the page to write (report.html)")
-    parser.add_argument("--csv", metavar="DIR", help="also write the numbers, one file a kind of measurement")
-    parser.add_argument("--figures", metavar="DIR", help="also draw the figures for a paper")
-    parser.add_argument("--formats", default="svg,pdf", metavar="LIST", help="of the figures: svg, pdf, png (svg,pdf)")
+@dataclass(frozen=True)
+class Arguments:
+    """What `lengthen report` is told."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN …")]
+    """Folders of runs that `lengthen eval` has measured."""
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("report.html")  # the page to write
+    csv: Path | None = None  # a folder: also write the numbers, one file per kind of measurement
+    figures: Path | None = None  # a folder: also draw the figures for a paper
+    formats: list[Literal["svg", "pdf", "png"]] = field(default_factory=lambda: ["svg", "pdf"])  # of the figures
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Arguments) -> int:
     """Write the page and what else is asked for; print each path."""
     from lengthen.report import collect, write_csv, write_figures, write_html
 
+    if not arguments.runs:
+        raise ValueError("RUN: expected the folder of at least one run, got none")
     report = collect(arguments.runs)
     print(write_html(report, arguments.out))
     if arguments.csv:
         for path in write_csv(report, arguments.csv):
             print(path)
     if arguments.figures:
-        formats = [word.strip() for word in arguments.formats.split(",") if word.strip()]
-        for path in write_figures(report, arguments.figures, formats):
+        for path in write_figures(report, arguments.figures, arguments.formats):
             print(path)
     return 0

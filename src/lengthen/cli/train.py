@@ -5,68 +5,128 @@
   lengthen train tiny --model.positions rotary --train.steps 500 --out runs/rotary
   torchrun --nproc-per-node 8 -m lengthen train configs/xl.toml --data data/books
 
-Any key of the file can be given as --section.key VALUE; `--keys` lists them all. A run that was stopped, in whatever
-way, goes on where it was when the same command is given again. Everything is in its folder: config.toml, metrics.jsonl,
-and checkpoints/step-…/model.safetensors, which needs nothing else to be used.
+Any key of the file can be given as --section.key VALUE; --model.position_options.NAME VALUE is an option of the
+position method. A run that was stopped, in whatever way, resumes when the same command is given again. Everything is in
+its folder: config.toml, metrics.jsonl, and checkpoints/step-…/model.safetensors, which needs nothing else to be used.
 """
 
 from __future__ import annotations
 
-import argparse
+import shlex
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-TAKES_KEYS = True  # words like --train.steps 500 go to `arguments.keys`
+import tyro
 
+from lengthen import config as configs
+from lengthen import io
+from lengthen.cli import flags
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this verb's arguments."""
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="a preset's name, or a TOML file")
-    parser.add_argument(
-        "--data", metavar="DIR", type=Path, help="token shards from `lengthen prepare`; without it, the default corpus"
-    )
-    parser.add_argument("--out", metavar="DIR", type=Path, help="the run's folder (default: runs/NAME of the config)")
-    parser.add_argument(
-        "--resume",
-        metavar="auto|never|PATH",
-        default="auto",
-        help="go on from the last checkpoint in --out (auto, the default), refuse if there is one (never), "
-        "or go on from a checkpoint elsewhere",
-    )
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
-    parser.add_argument("--tensorboard", action="store_true", help="write for TensorBoard too, into the run's folder")
-    parser.add_argument("--plain", action="store_true", help="plain lines, even on a terminal")
-    parser.add_argument("--keys", dest="list", action="store_true", help="list every --section.key with its default")
+if TYPE_CHECKING:
+    from lengthen.data import Corpus
+    from lengthen.training import Watcher, World
+
+OPTIONS = "--model.position_options."  # of whatever name: what a method takes, the method checks
+SWITCHES = ("--help", "--plain", "--tensorboard")  # the flags without a value
+UNKNOWN = 1  # a vocabulary that no data has: to be replaced by the data's
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Train, and say where the result is."""
-    from lengthen.training import config as configs
-    from lengthen.training import settings, train, world
+class DraftModel(configs.ModelConfig):
+    """The shape of a transformer."""
 
-    if arguments.list:
-        _list_keys()
-        return 0
-    if arguments.config is None:
-        known = ", ".join(configs.presets())
-        raise ValueError(f"CONFIG: expected a TOML file or one of the presets {known}, got none")
-    path = configs.find(arguments.config)
-    words = [*arguments.keys, *([("log.tensorboard", "true")] if arguments.tensorboard else [])]
-    # Read once before the data is, so that a wrong key is told at once; the vocabulary's size is then still to come.
-    draft = configs.from_table(
-        settings.apply(settings.read_toml(path, dict), words, configs.Config), str(path), vocab_size=1
-    )
+    def __post_init__(self) -> None:
+        """Check nothing: that needs every key, and torch, which help does not wait for."""
+
+
+@dataclass(frozen=True)
+class Draft(configs.Config):
+    """The config while its keys come together, from the file and from the words."""
+
+    model: DraftModel
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What `lengthen train` is told: the file, every key of it, and where and how it runs."""
+
+    config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]  # a preset's name, or a TOML file
+    keys: Annotated[Draft, tyro.conf.FlagConversionOff, tyro.conf.arg(name="")]
+    data: Path | None = None  # token shards from `lengthen prepare`; without it, the default corpus
+    out: Path | None = None  # the run's folder; none: runs/NAME of the config
+    resume: str = "auto"  # from the last checkpoint in --out; never: refuse if there is one; or a checkpoint's path
+    device: str | None = None  # cpu, cuda or cuda:1; none: cuda where there is one
+    tensorboard: bool = False  # the same as --log.tensorboard true
+    plain: bool = False  # plain lines, even on a terminal
+
+    def resolved(self) -> configs.Config:
+        """Return the config, checked; its vocabulary may still be UNKNOWN."""
+        config = configs.Config(**vars(self.keys) | {"model": configs.ModelConfig(**vars(self.keys.model))})
+        return replace(config, log=replace(config.log, tensorboard=True)) if self.tensorboard else config
+
+
+def parse(words: list[str]) -> Arguments:
+    """Return the words over the values of the file that they name."""
+    words = _joined(words)
+    name = next((word for word in words if not word.startswith("-")), None)
+    if name is None and not {"-h", "--help"} & set(words):
+        raise ValueError(f"CONFIG: expected a TOML file or one of the presets {', '.join(configs.presets())}, got none")
+    options = [word.removeprefix(OPTIONS) for word in words if word.startswith(OPTIONS)]
+    for option in options:
+        if "=" not in option:
+            raise ValueError(f"{OPTIONS}{option}: expected a value, got none")
+    given = {key: io.literal(value) for key, _, value in (option.partition("=") for option in options)}
+    default = Arguments(tyro.MISSING, _draft(configs.find(name) if name else None, given))
+    rest = [word for word in words if not word.startswith(OPTIONS)]
+    return flags.parse(Arguments, rest, "train", __doc__ or "", default)
+
+
+def _joined(words: list[str]) -> list[str]:
+    """Return the words with each flag and its value as one: --train.steps 5 as --train.steps=5."""
+    joined = [""]
+    for word in words:
+        flag = joined[-1] if joined[-1].startswith("--") else "="
+        if "=" in flag or flag in SWITCHES or word.startswith("--"):
+            joined.append(word)
+        else:
+            joined[-1] += f"={word}"
+    return joined[1:]
+
+
+def _draft(path: Path | None, options: dict[str, Any]) -> Draft:
+    """Return what a file holds, and the position method's options; sizes that it does not hold are to be given."""
+    table = io.read_toml(path, dict) if path else {}
+    sizes = dict.fromkeys(("layers", "width", "heads", "train_length"), 1)
+    given = table.get("model", {})
+    if isinstance(given, dict):
+        table["model"] = {"vocab_size": UNKNOWN} | sizes | given
+    draft = io.build(Draft, table, str(path))
+    vars(draft.model).update((name, tyro.MISSING) for name in sizes if name not in given)
+    draft.model.position_options.update(options)
+    return draft
+
+
+def run(arguments: Arguments) -> int:
+    """Train, and say where the result is and what comes next."""
+    from lengthen.training import train, world
+
+    config = arguments.resolved()
+    out = arguments.out or Path("runs") / Path(arguments.config).stem
     with world(arguments.device) as here:
-        corpus = _corpus(arguments.data, draft.data, here)
-        config = configs.load(path, words, corpus.vocab_size)
-        out = arguments.out or Path("runs") / path.stem
-        watchers = _watchers(arguments.plain) if here.first else []
-        outcome = train(config, corpus, out, here, arguments.resume, watchers)
-    return 0 if outcome.finished else 130
+        corpus = _corpus(arguments.data, config.data, here)
+        if config.model.vocab_size == UNKNOWN:
+            config = replace(config, model=replace(config.model, vocab_size=corpus.vocab_size))
+        outcome = train(config, corpus, out, here, arguments.resume, [_watcher(arguments.plain)] if here.first else [])
+    if not outcome.finished:
+        return 130
+    if here.first:
+        data = ["--data", str(arguments.data)] if arguments.data else []
+        print("\nNext: " + shlex.join(["lengthen", "eval", str(out), *data]))
+    return 0
 
 
-def _corpus(directory: Path | None, data: Any, here: Any) -> Any:
+def _corpus(directory: Path | None, data: configs.DataConfig, here: World) -> Corpus:
     """Return the corpus; the default one is prepared by the first process, and the others wait for it."""
     from lengthen.cli.corpus import open_corpus
 
@@ -83,35 +143,9 @@ def _corpus(directory: Path | None, data: Any, here: Any) -> Any:
     return open_corpus(directory, data)
 
 
-def _watchers(plain: bool) -> list[Any]:
+def _watcher(plain: bool) -> Watcher:
     """Return the live view on a terminal, plain lines elsewhere."""
     from lengthen.cli.lines import Lines
+    from lengthen.cli.live import Live
 
-    if plain or not sys.stdout.isatty():
-        return [Lines()]
-    try:
-        from lengthen.cli.live import Live
-    except ImportError:
-        print('lengthen train: for a live view, pip install "lengthen[cli]"', file=sys.stderr)
-        return [Lines()]
-    return [Live()]
-
-
-def _list_keys() -> None:
-    """Print every key with its default."""
-    import dataclasses
-
-    from lengthen.training import settings
-    from lengthen.training.config import Config
-
-    for field in dataclasses.fields(Config):
-        section: Any = field.default if field.default is not dataclasses.MISSING else None
-        kind = settings.fields(Config)[field.name]
-        for item in dataclasses.fields(kind):
-            default: Any = item.default
-            if section is not None:
-                default = getattr(section, item.name)
-            elif item.default_factory is not dataclasses.MISSING:
-                default = item.default_factory()
-            shown = "(none)" if default is dataclasses.MISSING else default
-            print(f"--{field.name}.{item.name:<24} {shown}")
+    return Lines() if plain or not sys.stdout.isatty() else Live()

@@ -23,7 +23,7 @@ from lengthen.attention import Bidirectional, Causal, Mask, attention
 from lengthen.attention.biases import Bias, Decay
 from lengthen.attention.checks import can_look
 from lengthen.checks import describe
-from lengthen.model.config import ModelConfig
+from lengthen.config import ModelConfig
 from lengthen.model.loss import linear_cross_entropy
 from lengthen.positions.method import Placed
 

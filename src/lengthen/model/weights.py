@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lengthen.checks import nearest
-from lengthen.model.config import ModelConfig
+from lengthen import io
+from lengthen.config import ModelConfig
 from lengthen.model.transformer import Transformer
 
 KEY = "lengthen"  # the config's name in the file's metadata
@@ -30,18 +29,12 @@ def write(state: Mapping[str, Tensor], config: ModelConfig, path: str | os.PathL
     from safetensors.torch import save_file
 
     target = Path(path)
-    partial = target.with_name(f".{target.name}.partial")
     tensors = {name: tensor.detach().contiguous() for name, tensor in state.items()}
     try:
-        try:
+        with io.whole(target) as partial:
             save_file(tensors, partial, metadata={KEY: json.dumps(asdict(config))})
-        except SafetensorError as problem:  # what the library makes of a full disk
-            raise OSError(f"{target}: could not be written: {problem}") from problem
-        with partial.open("rb") as written:
-            os.fsync(written.fileno())
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    except SafetensorError as problem:  # what the library makes of a full disk
+        raise OSError(f"{target}: could not be written: {problem}") from problem
 
 
 def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> Transformer:
@@ -71,13 +64,4 @@ def read(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> tu
         raise ValueError(f"{file}: expected a whole safetensors file, got one that cannot be read: {problem}") from None
     if KEY not in metadata:
         raise ValueError(f"{file}: expected a model's config in the file's metadata (key {KEY!r}), got none")
-    return config_from(json.loads(metadata[KEY]), str(file)), state
-
-
-def config_from(values: Mapping[str, Any], where: str) -> ModelConfig:
-    """Return a ModelConfig from a table of its keys; unknown ones are refused by name."""
-    known = [field.name for field in fields(ModelConfig)]
-    for key in values:
-        if key not in known:
-            raise ValueError(f"{where}: unknown key 'model.{key}'{nearest(key, known)}")
-    return ModelConfig(**values)
+    return io.build(ModelConfig, json.loads(metadata[KEY]), str(file), "model."), state

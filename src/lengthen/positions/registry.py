@@ -27,6 +27,14 @@ METHODS: dict[str, type[PositionMethod]] = {
     method.name: method for method in (ALiBi, Kerple, Learned, NoPosition, Rotary, Sandwich, Sinusoidal, T5, XPos)
 }
 
+ALIASES = {"rope": "rotary"}  # other names that the field has for them
+
+
+def canonical(name: str) -> str:
+    """Return a method's own name for one that it goes by, and so for several joined by '+'."""
+    parts = [part.strip() for part in name.split("+")]
+    return "+".join(ALIASES.get(part, part) for part in parts)
+
 
 def names() -> tuple[str, ...]:
     """Return the names that `build` knows, in alphabetical order."""
@@ -40,7 +48,7 @@ def summaries() -> dict[str, str]:
 
 def options(name: str) -> dict[str, inspect.Parameter]:
     """Return the options of one method, beside the three sizes, with their defaults and types."""
-    signature = inspect.signature(_method(name).__init__)
+    signature = inspect.signature(_method(canonical(name)).__init__)
     return {key: value for key, value in signature.parameters.items() if key not in ("self", *SIZES)}
 
 
@@ -48,7 +56,7 @@ def build(name: str, *, heads: int, head_dim: int, width: int, **given: Any) -> 
     """Return the method of this name, or several joined by '+'; an option goes to each that has it."""
     if not isinstance(name, str):
         raise TypeError(f"name: expected the name of a position method, got {describe(name)}")
-    chosen = [part.strip() for part in name.split("+")]
+    chosen = canonical(name).split("+")
     accepted = {part: options(part) for part in chosen}
     _refuse_unknown(name, accepted, given)
     for part, known in accepted.items():

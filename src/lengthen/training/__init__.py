@@ -1,6 +1,6 @@
 """Training: one command from text to a checkpoint, on a laptop or on many GPUs.
 
-config.py      what a run is told, over settings.py (TOML and dotted words into dataclasses)
+../config.py   what a run is told
 loop.py        the loop
 batches.py     what each step reads; masking.py is an encoder's task
 validation.py  the loss at the training length and beyond, while training
@@ -10,7 +10,7 @@ checkpoint.py  saving, whole or not at all
 log.py         JSON lines; events.py is for those who watch
 """
 
-from lengthen.training.config import Config, load, presets
+from lengthen.config import Config, load, presets
 from lengthen.training.events import Outcome, Watcher
 from lengthen.training.loop import train
 from lengthen.training.parallel import World, world

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lengthen.config import Config
 from lengthen.data import Corpus, Windows
 from lengthen.model import IGNORED
-from lengthen.training.config import Config
 from lengthen.training.masking import hide
 from lengthen.training.parallel import World
 

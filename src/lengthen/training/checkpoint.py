@@ -13,7 +13,6 @@ saving: data, learning rate and random numbers are functions of the step.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import warnings
@@ -35,7 +34,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 
-from lengthen.model import ModelConfig, Transformer
+from lengthen import io
+from lengthen.config import Config, ModelConfig, differences
+from lengthen.model import Transformer
 from lengthen.model.weights import read, write
 from lengthen.training.parallel import World
 
@@ -66,12 +67,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """Return the checkpoint in a folder, or say why it is none."""
     folder = Path(path)
     try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        return Checkpoint(folder, io.read_json(folder / "state.json", dict))
     except FileNotFoundError:
         raise FileNotFoundError(f"{folder}: expected a checkpoint, got a folder without state.json") from None
-    except json.JSONDecodeError as problem:
-        raise ValueError(f"{folder / 'state.json'}: expected JSON, got something else: {problem}") from None
-    return Checkpoint(folder, state)
 
 
 def listed(folder: Path) -> list[Checkpoint]:
@@ -88,7 +86,7 @@ def best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
 def save(
     folder: Path,
     state: Mapping[str, Any],
-    config: str,
+    config: Config,
     model: Transformer,
     optimizer: torch.optim.Optimizer,
     here: World,
@@ -112,7 +110,7 @@ def save(
             if final.exists():  # a run that went back to an older checkpoint comes here again
                 _remove(final)
             partial.rename(final)
-            _force_folder(folder)
+            io.sync_folder(folder)
     except (Exception, CheckpointException) as found:  # (DCP's own is no Exception)
         problem = found
     try:
@@ -131,7 +129,7 @@ def save(
 def _write_all(
     partial: Path,
     state: Mapping[str, Any],
-    config: str,
+    config: Config,
     model: Transformer,
     optimizer: torch.optim.Optimizer,
     here: World,
@@ -142,8 +140,8 @@ def _write_all(
     try:
         if here.first:
             write(weights, model.config, partial / "model.safetensors")
-            (partial / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-            (partial / "config.toml").write_text(config, encoding="utf-8")
+            io.write_json(partial / "state.json", state)
+            io.write_text(partial / "config.toml", io.to_toml(config))
     except Exception as found:
         problem = found
     here.agree(problem)
@@ -168,8 +166,6 @@ def load(checkpoint: Checkpoint, model: Transformer, optimizer: torch.optim.Opti
 
 def refuse_other_model(path: Path, saved: ModelConfig, wanted: ModelConfig) -> None:
     """Raise an error that names the keys in which a checkpoint's model differs from the config's."""
-    from lengthen.training.config import differences
-
     found = differences(saved, wanted, "model.")
     if found:
         raise ValueError(
@@ -220,16 +216,8 @@ def _force(folder: Path) -> None:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         else:
-            _force_folder(path)
-    _force_folder(folder)
-
-
-def _force_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+            io.sync_folder(path)
+    io.sync_folder(folder)
 
 
 def _cause(problem: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lengthen.training.config import Config
+from lengthen.config import Config
 from lengthen.training.log import Record
 
 

@@ -8,22 +8,19 @@ Numbers are written so that reading them gives the very same float.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from lengthen import io
 
 Record = dict[str, Any]
 
 
 def read(path: str | Path) -> Iterator[Record]:
     """Yield the records of a log; a last line that a killed process left torn is not one."""
-    with Path(path).open(encoding="utf-8") as file:
-        for line in file:
-            if not line.endswith("\n"):
-                return
-            yield json.loads(line)
+    return io.read_lines(path, dict)
 
 
 class Log:
@@ -32,15 +29,12 @@ class Log:
     def __init__(self, path: Path, after: int) -> None:
         """Open the log to go on after this many steps: what is said of later ones will be said again."""
         if path.exists():
-            kept = [record for record in read(path) if record["step"] <= after]
-            partial = path.with_name(f".{path.name}.partial")
-            partial.write_text("".join(map(_line, kept)), encoding="utf-8")
-            partial.replace(path)
+            io.write_lines(path, [record for record in read(path) if record["step"] <= after])
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
         """Append one record."""
-        self._file.write(_line(record))
+        self._file.write(io.line_of(record))
         self._file.flush()
 
     def close(self) -> None:
@@ -48,7 +42,3 @@ class Log:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-
-
-def _line(record: Record) -> str:
-    return json.dumps(record, allow_nan=True) + "\n"

@@ -21,13 +21,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lengthen import io
+from lengthen.config import Config, differences
 from lengthen.data import Corpus
 from lengthen.model import Transformer
 from lengthen.model.score import autocast
 from lengthen.training import checkpoint as checkpoints
-from lengthen.training import settings
 from lengthen.training.batches import Batches, Work
-from lengthen.training.config import Config, differences, from_table
 from lengthen.training.events import Outcome, Start, TensorBoard, Watcher
 from lengthen.training.log import Log, Record
 from lengthen.training.optimizer import adamw
@@ -102,9 +102,7 @@ class _Run:
         self.log: Log | None = None
         if here.first:
             checkpoints.sweep(self.folder)
-            partial = out / ".config.toml.partial"  # the old one stays until the new one is whole
-            partial.write_text(settings.to_toml(config), encoding="utf-8")
-            partial.replace(out / "config.toml")
+            io.write_text(out / "config.toml", io.to_toml(config))
             self.log = Log(out / "metrics.jsonl", after=self.step if self.resumed else -1)
             if config.log.tensorboard:
                 self.watchers = (*self.watchers, TensorBoard(out / "tensorboard"))
@@ -125,7 +123,7 @@ class _Run:
                     )
         if resumed is None:
             return
-        saved = from_table(settings.read_toml(resumed.path / "config.toml", dict), str(resumed.path / "config.toml"))
+        saved = io.read_toml(resumed.path / "config.toml", Config)
         checkpoints.refuse_other_model(resumed.path, saved.model, config.model)
         if resumed.state["data"] != corpus.fingerprint:
             raise ValueError(
@@ -269,9 +267,7 @@ class _Run:
             "tokenizer": self.corpus.tokenizer_name,
             "processes": self.here.size,
         }
-        saved = checkpoints.save(
-            self.folder, state, settings.to_toml(self.config), self.core, self.optimizer, self.here
-        )
+        saved = checkpoints.save(self.folder, state, self.config, self.core, self.optimizer, self.here)
         if self.here.first:
             checkpoints.prune(self.folder, self.config.checkpoint.keep)
         self.tell("saved", saved.path, self.step)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from lengthen.config import OptimizerConfig
 from lengthen.model import Transformer
-from lengthen.training.config import OptimizerConfig
 
 
 def adamw(model: Transformer, config: OptimizerConfig) -> torch.optim.AdamW:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lengthen.training.config import ScheduleConfig
+from lengthen.config import ScheduleConfig
 
 
 def share(config: ScheduleConfig, step: int, steps: int) -> float:

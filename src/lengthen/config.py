@@ -1,0 +1,355 @@
+"""Everything a run is told: the model, the data and the loop, as one TOML file has it. Needs no torch to be read.
+
+A config is checked where it is made, whether from a file, the command line or Python: types by the annotations, the
+rest by each class. The comment after a field is its help on the command line. A run saves the config that it was
+resolved to; `model.vocab_size` is the one key that comes from the data when it is not given.
+
+`model.train_length` is the number of tokens that a model is trained on at once. The lengths that it is used at
+afterwards are no property of the model, and are never called by that name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from lengthen import io
+from lengthen.checks import nearest
+
+if TYPE_CHECKING:
+    from lengthen.positions.method import PositionMethod
+
+
+def _check(section: str, config: Any, **least: float) -> None:
+    """Refuse what is not of its field's type, not finite, or below the least value given here."""
+    for name, hint in io.fields(type(config)).items():
+        key, value = f"{section}.{name}", io.checked("", f"{section}.{name}", getattr(config, name), hint)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{key}: expected a finite number, got {value}")
+        if name in least and value is not None and value < least[name]:
+            raise ValueError(f"{key}: expected at least {least[name]:g}, got {value}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a transformer."""
+
+    vocab_size: int  # tokens that it knows; 1, for a run: as many as the data has
+    layers: int  # blocks of attention and feed-forward
+    width: int  # features of a token between layers
+    heads: int  # attention heads of each layer
+    train_length: int  # tokens that it is trained on at once
+    positions: str = "alibi"  # a position method (docs/methods.md), or several joined by '+'
+    position_options: dict[str, Any] = field(default_factory=dict)  # of the method: --model.position_options.NAME
+    kind: Literal["decoder", "encoder"] = "decoder"  # an encoder sees both ways, and predicts masked tokens
+    key_heads: int | None = None  # heads of keys and values, fewer than heads: grouped queries; none: as many
+    head_dim: int | None = None  # features of a head; none: width / heads
+    feed_forward: int | None = None  # hidden features; none: 4·width, or 8/3·width with SwiGLU's third matrix
+    norm: Literal["layer", "rms"] = "layer"  # LayerNorm or RMSNorm
+    norm_epsilon: float = 1e-5  # added to the variance
+    activation: Literal["gelu", "relu", "swiglu"] = "gelu"  # of the feed-forward layers
+    biases: bool = True  # of linear layers and of LayerNorm
+    tied: bool = True  # the output shares the embedding's weights
+    scale_embeddings: bool = True  # by √width, so that they are of a size with sinusoids added to them
+    dropout: float = 0.0  # fraction of features that are zeroed while training
+
+    def __post_init__(self) -> None:
+        sizes = dict.fromkeys(("vocab_size", "layers", "width", "heads", "train_length"), 1)
+        _check("model", self, **sizes, key_heads=1, head_dim=1, feed_forward=1)
+        if self.norm_epsilon <= 0:
+            raise ValueError(f"model.norm_epsilon: expected more than 0, got {self.norm_epsilon}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"model.dropout: expected a fraction from 0 to below 1, got {self.dropout}")
+        if self.head_dim is None and self.width % self.heads:
+            raise ValueError(
+                f"model.heads: expected a number that divides width={self.width} (or give head_dim), got {self.heads}"
+            )
+        if self.heads % self.key_value_heads:
+            raise ValueError(
+                f"model.key_heads: expected a number that divides heads={self.heads}, got {self.key_value_heads}"
+            )
+        from lengthen.positions.registry import canonical  # here: only a model needs torch
+
+        try:
+            object.__setattr__(self, "positions", canonical(self.positions))
+            self._blueprint()
+        except (TypeError, ValueError) as problem:
+            raise type(problem)(f"model.positions = {self.positions!r}: {problem}") from None
+
+    @property
+    def head_width(self) -> int:
+        """Features of one head."""
+        return self.head_dim if self.head_dim is not None else self.width // self.heads
+
+    @property
+    def key_value_heads(self) -> int:
+        """Heads of keys and of values."""
+        return self.key_heads if self.key_heads is not None else self.heads
+
+    @property
+    def hidden_width(self) -> int:
+        """Features between the two matrices of a feed-forward layer."""
+        if self.feed_forward is not None:
+            return self.feed_forward
+        # A multiple of 64 keeps matrix units busy.
+        return -(-8 * self.width // (3 * 64)) * 64 if self.activation == "swiglu" else 4 * self.width
+
+    @property
+    def longest(self) -> int | None:
+        """How many positions the model can tell apart, if it learns a vector for each; None: any number."""
+        if "learned" not in self.positions.split("+"):
+            return None
+        found: int = self.position_options.get("max_length", self.train_length)
+        return found
+
+    def position_method(self) -> PositionMethod:
+        """Return the position method, new."""
+        from lengthen.positions import build
+
+        sizes = {"heads": self.heads, "head_dim": self.head_width, "width": self.width}
+        table = {} if self.longest is None else {"max_length": self.longest}
+        return build(self.positions, **sizes, **{**self.position_options, **table})
+
+    def _blueprint(self) -> PositionMethod:
+        """Return the position method without memory: to ask it something, with no random number drawn."""
+        import torch
+
+        with torch.device("meta"):
+            return self.position_method()
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model learns, those of its position method among them.
+
+        >>> ModelConfig(vocab_size=258, layers=2, width=64, heads=4, train_length=32, positions="rotary").parameters
+        116608
+        """
+        learned = sum(parameter.numel() for parameter in self._blueprint().parameters())
+        norms = (2 * self.layers + 1) * self.width * (2 if self.norm == "layer" and self.biases else 1)
+        outputs = 0 if self.tied else self.vocab_size * self.width
+        return self.vocab_size * self.width + outputs + self.layers * (self._matrices + self._biases) + norms + learned
+
+    @property
+    def _matrices(self) -> int:
+        """Parameters of one layer's matrices."""
+        attention = self.width * self.head_width * (2 * self.heads + 2 * self.key_value_heads)
+        return attention + self.width * self.hidden_width * (3 if self.activation == "swiglu" else 2)
+
+    @property
+    def _biases(self) -> int:
+        if not self.biases:
+            return 0
+        projections = self.head_width * (self.heads + 2 * self.key_value_heads) + self.width
+        return projections + self.hidden_width * (2 if self.activation == "swiglu" else 1) + self.width
+
+    def flops_per_token(self, length: int) -> float:
+        """Return the floating-point operations that one token of training needs, forward and backward.
+
+        Six for each parameter of a matrix product (a multiplication and an addition, once forward and twice backward),
+        and the two products of attention over the keys that a token sees: half of them on average in a decoder, all in
+        an encoder. Nothing is counted twice, whatever a program recomputes.
+        """
+        seen = (length + 1) / 2 if self.kind == "decoder" else length
+        scores = 2 * self.heads * self.head_width * seen
+        return 6 * (self.layers * (self._matrices + scores) + self.vocab_size * self.width)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """How windows are drawn, and how the default corpus is prepared when no data is given."""
+
+    order: Literal["pack", "sample"] = "pack"  # every window once per epoch, or windows anywhere, with replacement
+    apart: bool = False  # documents in one window do not see each other
+    tokenizer: Literal["bytes", "bpe"] = "bytes"  # of the default corpus
+    vocab_size: int = 4096  # of the default corpus with bpe
+
+    def __post_init__(self) -> None:
+        _check("data", self, vocab_size=1)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop."""
+
+    steps: int = 1000  # updates of the weights
+    batch: int = 32  # windows per step, over all processes
+    micro_batch: int | None = None  # windows in one pass of one process; none: all that it has
+    seed: int = 0  # of weights, data and dropout
+    clip: float = 1.0  # the gradient's norm, at most; 0: not clipped
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 is autocast; auto: that on a GPU
+    compile: bool | None = None  # torch.compile for each block; none: on a GPU
+    checkpoint_activations: bool = False  # recompute blocks in the backward pass: slower, in less memory
+    mask_share: float = 0.15  # fraction of an encoder's tokens that are masked, and predicted
+
+    def __post_init__(self) -> None:
+        _check("train", self, steps=1, batch=1, micro_batch=1, seed=0, clip=0)
+        if not 0 < self.mask_share < 1:
+            raise ValueError(f"train.mask_share: expected a fraction between 0 and 1, got {self.mask_share}")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW; weight decay on matrices alone."""
+
+    lr: float = 1e-3  # the highest learning rate
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # decay of the two moments
+    epsilon: float = 1e-8  # added to the root of the second moment
+    weight_decay: float = 0.1  # of matrices
+
+    def __post_init__(self) -> None:
+        _check("optimizer", self, weight_decay=0)
+        for name in ("lr", "epsilon"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"optimizer.{name}: expected more than 0, got {getattr(self, name)}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas: expected two numbers from 0 to below 1, got {self.betas}")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate over the steps, as a fraction of optimizer.lr."""
+
+    shape: Literal["cosine", "trapezoid", "constant"] = "cosine"  # after warmup; a trapezoid is flat, then linear
+    warmup: int = 100  # steps of linear warmup
+    decay_share: float = 0.2  # fraction of all steps that the trapezoid's decay takes
+    floor: float = 0.1  # what it ends at
+
+    def __post_init__(self) -> None:
+        _check("schedule", self, warmup=0)
+        for name in ("decay_share", "floor"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"schedule.{name}: expected a fraction from 0 to 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Validation loss while training, at the training length and beyond it, so that one sees extrapolation grow."""
+
+    every: int = 250  # steps; 0: never
+    lengths: list[int] | None = None  # tokens at once; none: the training length, twice and four times it
+    tokens: int = 65536  # of the validation split, the same for every length
+
+    def __post_init__(self) -> None:
+        _check("evaluation", self, every=0, tokens=1)
+        for length in self.lengths or []:
+            if length < 1:
+                raise ValueError(f"evaluation.lengths: expected at least 1, got {length}")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the run is saved, and what is kept: the last few, and the one with the lowest validation loss."""
+
+    every: int = 250  # steps; 0: only at the end
+    keep: int = 2  # of the last checkpoints
+
+    def __post_init__(self) -> None:
+        _check("checkpoint", self, every=0, keep=1)
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """Several processes, as torchrun starts them."""
+
+    mode: Literal["auto", "replicate", "shard", "hybrid"] = "auto"  # DDP, FSDP2, FSDP2 within a node and DDP over nodes
+
+    def __post_init__(self) -> None:
+        _check("distributed", self)
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is written down: JSON lines always."""
+
+    every: int = 10  # steps between lines on the screen, and between waits for the GPU
+    tensorboard: bool = False  # write for TensorBoard too
+
+    def __post_init__(self) -> None:
+        _check("log", self, every=1)
+
+
+@dataclass(frozen=True)
+class Config:
+    """One training run."""
+
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = ScheduleConfig()
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    distributed: DistributedConfig = DistributedConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def evaluation_lengths(self) -> list[int]:
+        """The lengths that validation loss is measured at, the training length first."""
+        base = self.model.train_length
+        chosen = [base * factor for factor in (1, 2, 4)] if self.evaluation.lengths is None else self.evaluation.lengths
+        return [base, *(length for length in sorted(set(chosen)) if length != base)]
+
+
+def presets() -> dict[str, Path]:
+    """Return the presets that come with the package, by name."""
+    installed = Path(__file__).parent / "configs"
+    source = Path(__file__).parents[2] / "configs"  # where they stand in a source tree
+    folder = installed if installed.is_dir() else source
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def find(given: str | Path) -> Path:
+    """Return the file of a config: a path, or a preset's name."""
+    path = Path(given)
+    if path.is_file():
+        return path
+    known = presets()
+    name = path.stem
+    if name in known and path in (Path(name), Path(f"{name}.toml"), Path("configs") / f"{name}.toml"):
+        return known[name]
+    raise FileNotFoundError(
+        f"{path}: expected a TOML file or one of the presets {', '.join(known)}, got no such file"
+        f"{nearest(path.stem, known)}"
+    )
+
+
+def load(name: str | Path, overrides: Mapping[str, Any] | None = None, vocab_size: int | None = None) -> Config:
+    """Return the config in a file, or of a preset's name; `vocab_size` fills a gap.
+
+    >>> load("tiny", {"train.steps": 500, "model.positions": "rope"}, vocab_size=258).model.positions
+    'rotary'
+    """
+    path = find(name)
+    table = io.read_toml(path, dict)
+    for key, value in (overrides or {}).items():
+        *sections, last = key.split(".")
+        here = table
+        for section in sections:
+            here = here.setdefault(section, {})
+        here[last] = value
+    return from_table(table, str(path), vocab_size)
+
+
+def from_table(table: Mapping[str, Any], where: str, vocab_size: int | None = None) -> Config:
+    """Return the config that a table of tables holds."""
+    model = table.get("model", {})
+    if isinstance(model, dict) and vocab_size is not None:
+        table = {**table, "model": {"vocab_size": vocab_size, **model}}
+    return io.build(Config, table, where)
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """Return 'key: old → new' for every key in which two configs differ."""
+    found = []
+    for item in dataclasses.fields(old):
+        before, after = getattr(old, item.name), getattr(new, item.name)
+        key = f"{prefix}{item.name}"
+        if dataclasses.is_dataclass(before):
+            found += differences(before, after, f"{key}.")
+        elif before != after:
+            found.append(f"{key}: {before!r} → {after!r}")
+    return found
