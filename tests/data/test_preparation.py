@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from lengthen.data import Corpus, prepare
+from lengthen.data import documents as documents_module
 from lengthen.data import parts as parts_module
-from lengthen.data import preparation as preparation_module
 from lengthen.data import readers as readers_module
 from lengthen.io import write_bytes
 
@@ -23,7 +23,7 @@ from lengthen.io import write_bytes
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts and pieces so small that a few files make many."""
-    monkeypatch.setattr(preparation_module, "PART_BYTES", 5000)
+    monkeypatch.setattr(documents_module, "PART_BYTES", 5000)
     monkeypatch.setattr(readers_module, "BLOCK", 700)
 
 
@@ -50,7 +50,7 @@ def test_the_same_bytes_whatever_the_processes_and_parts(
     for number, processes in enumerate((1, 3)):
         prepare(folder, tmp_path / str(number), processes=processes, **options)
         made.append(contents(tmp_path / str(number)))
-    monkeypatch.setattr(preparation_module, "PART_BYTES", 1 << 20)
+    monkeypatch.setattr(documents_module, "PART_BYTES", 1 << 20)
     prepare(folder, tmp_path / "large parts", **options)
     assert made[0] == made[1] == contents(tmp_path / "large parts")
     assert "index.json" in made[0]

@@ -20,9 +20,8 @@ try:
 except ImportError as problem:  # the base install is torch alone
     raise ImportError(f'lengthen.data needs numpy: pip install "lengthen[data]" ({problem})') from None
 
-from lengthen.checks import nearest, whole_number
-from lengthen.data.readers import Reading
-from lengthen.data.tokenizer import BYTE_VOCAB_SIZE, Tokenizer
+from lengthen.checks import nearest
+from lengthen.data.tokenizer import Tokenizer
 from lengthen.io import build, read_json
 
 FORMAT, VERSION = "lengthen tokens", 1
@@ -51,7 +50,7 @@ class Shard(File):
 
 @dataclass(frozen=True)
 class SourceList(File):
-    """The list of the source files, as JSON lines."""
+    """JSON lines: name, split, bytes and sha256 of each source file."""
 
     files: int
 
@@ -85,32 +84,6 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Settings(Reading):
-    """What decides the bytes of a corpus beside its sources."""
-
-    tokenizer: str = "bytes"
-    tokenizer_sha256: str | None = None
-    vocab_size: int | None = None
-    sample_bytes: int | None = None
-    end_token: str | None = None
-    mask_token: str | None = None
-    validation: float | str = 0.0  # a fraction of the documents, or "files"
-    seed: int = 0
-    shard_tokens: int = 1
-    dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tokenizer == "bpe":
-            whole_number("vocab_size", self.vocab_size, at_least=BYTE_VOCAB_SIZE)
-            whole_number("sample_bytes", self.sample_bytes, at_least=1)
-        whole_number("seed", self.seed, at_least=0)
-        whole_number("shard_tokens", self.shard_tokens, at_least=1)
-        known = BYTE_VOCAB_SIZE if self.tokenizer == "bytes" else self.vocab_size
-        fitting_dtype(known or 1, self.dtype, f"tokenizer={self.tokenizer!r}")
-
-
-@dataclass(frozen=True)
 class Index:
     """All of index.json."""
 
@@ -123,7 +96,7 @@ class Index:
     tokenizer: TokenizerFile
     splits: dict[str, Split]
     sources: SourceList
-    settings: Settings
+    settings: dict[str, Any]  # of `prepare`; what decides the bytes of a corpus beside its sources
 
     def __post_init__(self) -> None:
         width = WIDTH[fitting_dtype(self.vocab_size, self.dtype, INDEX)]
@@ -138,12 +111,10 @@ class Index:
 
     def files(self) -> list[File]:
         """Return every file that the index names."""
-        said = self.tokenizer
-        return [
-            *(file for split in self.splits.values() for file in (*split.shards, split.documents_file)),
-            *([] if said.file is None else [File(said.file, said.bytes, said.sha256)]),
-            self.sources,
-        ]
+        files = [file for split in self.splits.values() for file in (*split.shards, split.documents_file)]
+        if self.tokenizer.file is not None:
+            files.append(File(self.tokenizer.file, self.tokenizer.bytes, self.tokenizer.sha256))
+        return [*files, self.sources]
 
     @classmethod
     def read(cls, directory: Path) -> Index:
@@ -187,7 +158,7 @@ class Tokens:
         self._shards: list[npt.NDArray[Any]] = [
             np.memmap(directory / shard.file, dtype=little_endian, mode="r") for shard in split.shards
         ]
-        self._ends = np.cumsum([shard.tokens for shard in split.shards], dtype=np.int64)
+        self._starts = np.cumsum([0, *(shard.tokens for shard in split.shards)], dtype=np.int64)
 
     def __len__(self) -> int:
         return self._split.tokens
@@ -199,17 +170,11 @@ class Tokens:
         """Return tokens start … stop − 1 as int64, copied, across the borders of shards where need be."""
         if not 0 <= start <= stop <= len(self):
             raise ValueError(f"start, stop: expected 0 ≤ start ≤ stop ≤ {len(self)}, got {start} and {stop}")
-        number = int(np.searchsorted(self._ends, start, side="right"))
-        out = np.empty(stop - start, dtype=np.int64)
-        done = 0
-        while done < len(out):
-            shard = self._shards[number]
-            first = start + done - (int(self._ends[number]) - len(shard))
-            taken = shard[first : first + len(out) - done]
-            out[done : done + len(taken)] = taken
-            done += len(taken)
-            number += 1
-        return out
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        last = int(np.searchsorted(self._starts, stop, side="left"))
+        shards = zip(self._shards[first:last], self._starts[first:last].tolist(), strict=True)
+        taken = [shard[max(start - begin, 0) : stop - begin] for shard, begin in shards]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *taken], dtype=np.int64)
 
     @cached_property
     def _table(self) -> Ints:

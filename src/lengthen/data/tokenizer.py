@@ -48,19 +48,20 @@ class Tokenizer:
         self._inner.encode_special_tokens = True
         # One more than the largest id: what an embedding needs, gaps included.
         self.vocab_size = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.end_id, self.mask_id = self._first(END_NAMES), self._first(MASK_NAMES)
+        self.end_id, self.mask_id = self._find(END_NAMES), self._find(MASK_NAMES)
 
-    def _first(self, names: Iterable[str]) -> int | None:
+    def _find(self, names: Iterable[str]) -> int | None:
         ids = (self._inner.token_to_id(name) for name in names)
         return next((int(found) for found in ids if found is not None), None)
 
-    def find(self, key: str, name: str) -> int:
-        """Return the id of a special token."""
-        found = self._first([name])
-        if found is None:
-            known = [token.content for token in self._inner.get_added_tokens_decoder().values()]
-            raise ValueError(f"{key}: {self.path} has no token {name!r}{nearest(name, known)}")
-        return found
+    def choose(self, end_token: str | None, mask_token: str | None) -> None:
+        """Take other tokens than those of the usual names as the end and the mask."""
+        for key, name in (("end", end_token), ("mask", mask_token)):
+            if name is not None:
+                setattr(self, f"{key}_id", self._find([name]))
+                if getattr(self, f"{key}_id") is None:
+                    known = [token.content for token in self._inner.get_added_tokens_decoder().values()]
+                    raise ValueError(f"{key}_token: {self.path} has no token {name!r}{nearest(name, known)}")
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, with no special token added; the names of special tokens in it are text."""
