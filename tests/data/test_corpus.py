@@ -148,7 +148,8 @@ def change(index: dict[str, Any], *keys: str, to: Any) -> None:
         (("splits",), 3, "splits: expected a table, got 3"),
         (("splits", "train", "shards"), {}, "splits.train.shards: expected a list"),
         (("vocab_size",), "258", "vocab_size: expected a whole number, got '258'"),
-        (("tokenizer", "file"), "../x.json", "expected a name in this folder"),
+        (("tokenizer",), {"kind": "json", "file": "../x"}, "expected a name in this folder"),
+        (("tokenizer", "kind"), "bpe", "tokenizer: expected a file"),
         (("extra",), 1, "unknown key 'extra'"),
     ],
 )

@@ -210,12 +210,15 @@ def test_a_tokenizer_is_used_again_by_its_own_run_alone(tmp_path: Path, folder: 
         if stage == "tokenising":
             raise KeyboardInterrupt
 
-    for size in (300, 300, 320):
+    for size in (300, 300, 320, 320):
         stages.clear()
         with pytest.raises(KeyboardInterrupt):
             prepare(folder, out, tokenizer="bpe", vocab_size=size, processes=1, progress=stop)
         trained.append("training the tokenizer" in stages)
-    assert trained == [True, False, True]
+        if trained == [True, False, True]:  # one that was altered is trained again
+            for path in out.glob(".prepare/*/tokenizer.*"):
+                path.write_bytes(path.read_bytes().replace(b"whale", b"whole"))
+    assert trained == [True, False, True, True]
     assert prepare(folder, out, tokenizer="bpe", vocab_size=320, processes=1).vocab_size == 320
     whole = prepare(folder, tmp_path / "whole", tokenizer="bpe", vocab_size=320, processes=1)
     assert contents(out) == contents(whole.directory)

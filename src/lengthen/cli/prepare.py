@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     documents.add_argument(
         "--validation",
         nargs="+",
-        metavar="SHARE|PATH",
-        help="a share of the documents, or files and folders (0.05; what a dataset has itself comes first)",
+        metavar="FRACTION|PATH",
+        help="a fraction of the documents, or files and folders (0.05; what a dataset has itself comes first)",
     )
     documents.add_argument(
         "--text-key", metavar="KEY", help="where JSON lines, parquet and datasets have the text (text)"
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     documents.add_argument("--split-before", metavar="REGEX", help="a line that matches begins a new document")
     documents.add_argument("--seed", type=int, metavar="N", help="another choice of validation documents (0)")
     running = parser.add_argument_group("running")
-    running.add_argument("--processes", type=int, metavar="N", help="worker processes (one a core)")
+    running.add_argument("--processes", type=int, metavar="N", help="parts that are encoded at once (one per core)")
     running.add_argument("--shard-tokens", type=int, metavar="N", help="tokens in a shard (134217728)")
     running.add_argument("--force", action="store_true", help="replace a corpus made from other sources or settings")
 
@@ -120,7 +120,7 @@ def unescape(text: str) -> str:
 
 
 def validation(words: list[str]) -> float | list[str]:
-    """Return a share if there is one number and no file of that name, or else the paths."""
+    """Return a fraction if there is one number and no file of that name, or else the paths."""
     if len(words) == 1 and not Path(words[0]).exists():
         try:
             return float(words[0])

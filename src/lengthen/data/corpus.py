@@ -64,6 +64,10 @@ class TokenizerFile:
     bytes: int = 0
     sha256: str = ""
 
+    def __post_init__(self) -> None:
+        if (self.kind == "bytes") != (self.file is None):
+            raise ValueError(f"tokenizer: expected a file, but none for 'bytes', got {self.file} for {self.kind!r}")
+
 
 @dataclass(frozen=True)
 class Split:

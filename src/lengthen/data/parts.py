@@ -40,12 +40,9 @@ def encode_part(path: Path, part: Sequence[Piece], tokenizer: Tokenizer, dtype: 
     arrays: list[npt.NDArray[Any]] = []
     for number, (piece, ends) in enumerate(part):
         text = piece.decode()
-        try:
-            ids = np.frombuffer(piece, dtype=np.uint8) if tokenizer.name == "bytes" else tokenizer.encode(text)
-        except Exception as problem:  # the package raises bare Exception
-            raise ValueError(f"tokenizer: {problem}") from None
-        arrays += [np.asarray(ids, dtype=little_endian), end] if ends else [np.asarray(ids, dtype=little_endian)]
-        rows[number] = (len(ids) + (len(end) if ends else 0), len(piece), len(text.split()), ends)
+        ids = np.frombuffer(piece, dtype=np.uint8) if tokenizer.name == "bytes" else tokenizer.encode(text)
+        arrays += [np.asarray(ids, dtype=little_endian), end if ends else end[:0]]
+        rows[number] = (len(arrays[-2]) + len(arrays[-1]), len(piece), len(text.split()), ends)
     data = np.array([len(rows)], dtype="<i8").tobytes() + rows.tobytes() + np.concatenate(arrays).tobytes()
     write_bytes(path, data + hashlib.sha256(data).digest())
     return size

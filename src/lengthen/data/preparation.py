@@ -149,7 +149,7 @@ class Run:
         return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
 
     def existing(self, force: bool) -> Corpus | None:
-        """Return the corpus that is there if it is what is asked for and whole, None if one is to be made, or refuse."""
+        """Return the corpus that is there if it is the one asked for, None if one is to be made, or refuse."""
         if not (self.out / INDEX).exists():
             return None
         try:
@@ -220,9 +220,13 @@ class Run:
         """Return the tokenizer; a BPE is trained unless it is there."""
         if self.settings["tokenizer"] == "bytes":
             return Tokenizer()
-        path = self.tokenizer_path or folder / "tokenizer.json"
-        if not path.exists():
-            train(found.sample(self.settings["sample_bytes"], self.progress), self.settings["vocab_size"], path)
+        path = self.tokenizer_path
+        for trained in folder.glob("tokenizer.*.json"):  # by a run that was killed; its name is its checksum
+            path = trained if sha256_of(trained).startswith(trained.name.split(".")[1]) else path
+        if path is None:
+            texts = found.sample(self.settings["sample_bytes"], self.progress)
+            train(texts, self.settings["vocab_size"], folder / "trained")
+            path = folder / publish(folder / "trained", folder, "tokenizer", "json").file
         tokenizer = Tokenizer(path, self.settings["tokenizer"])
         tokenizer.choose(self.settings["end_token"], self.settings["mask_token"])
         return tokenizer
@@ -251,7 +255,7 @@ class Run:
 @contextmanager
 def locked(out: Path) -> Iterator[Path]:
     """Give the work folder, held against a second run."""
-    work = out / WORK
+    work, busy = out / WORK, ValueError(f"out: another `prepare` is running in {out}")
     work.mkdir(parents=True, exist_ok=True)
     with (work / "lock").open("ab") as lock:
         try:
@@ -259,7 +263,9 @@ def locked(out: Path) -> Iterator[Path]:
 
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"out: another `prepare` is running in {out}") from None
+            raise busy from None
         except (ImportError, OSError):  # Windows, and file systems without locks: two runs at once are not noticed
             pass
+        if not (work / "lock").exists() or not os.path.samestat(os.fstat(lock.fileno()), (work / "lock").stat()):
+            raise busy  # it ended this moment, and its folder is gone
         yield work

@@ -67,8 +67,10 @@ class Tokenizer:
         """Return the ids of a text, with no special token added; the names of special tokens in it are text."""
         if self._inner is None:
             return list(text.encode())
-        # The batch call of one: it leaves out the offsets, which cost more than the ids.
-        return list(self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        try:  # the batch call of one: it leaves out the offsets, which cost more than the ids
+            return list(self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        except Exception as problem:  # the package raises bare Exception
+            raise ValueError(f"tokenizer: {self.path} cannot encode this text: {problem}") from None
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; special tokens are written out by name, bytes that are no UTF-8 as U+FFFD."""
