@@ -45,7 +45,7 @@ def test_again_other_and_forced(text: Path, tmp_path: Path, capsys: pytest.Captu
     assert main([*words, "--dtype", "uint32"]) == 1
     assert "lengthen prepare: error: --out: " in capsys.readouterr().err
     assert main([*words, "--dtype", "uint32", "--force"]) == 0
-    assert Corpus.open(tmp_path / "out").index["dtype"] == "uint32"
+    assert Corpus.open(tmp_path / "out").index.dtype == "uint32"
 
 
 def test_validation_files(text: Path, tmp_path: Path) -> None:

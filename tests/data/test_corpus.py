@@ -46,7 +46,7 @@ def test_reading_across_shards(corpus: Corpus) -> None:
     tokens = corpus["train"]
     whole = tokens.read(0, len(tokens))
     assert whole.dtype == np.int64
-    assert len(corpus.index["splits"]["train"]["shards"]) > 5
+    assert len(corpus.index.splits["train"].shards) > 5
     draw = np.random.default_rng(0)
     for _ in range(200):
         start, stop = sorted(draw.integers(0, len(tokens) + 1, 2).tolist())
@@ -82,7 +82,7 @@ def test_a_split_that_was_not_made(make: Callable[..., Corpus], folder: Path) ->
 
 
 def test_a_truncated_shard(copy: Path) -> None:
-    shard = copy / Corpus.open(copy).index["splits"]["train"]["shards"][2]["file"]
+    shard = copy / Corpus.open(copy).index.splits["train"].shards[2].file
     shard.write_bytes(shard.read_bytes()[:-2])
     with pytest.raises(ValueError, match=rf"{re.escape(str(shard))}: expected 2000 bytes, got 1998; .* truncated"):
         Corpus.open(copy)
@@ -91,10 +91,8 @@ def test_a_truncated_shard(copy: Path) -> None:
 @pytest.mark.parametrize("which", ["shard", "documents", "sources"])
 def test_an_altered_file(copy: Path, which: str) -> None:
     index = Corpus.open(copy, verify=True).index
-    split = index["splits"]["validation"]
-    name = {"shard": split["shards"][0], "documents": split["documents_file"], "sources": index["sources"]}[which][
-        "file"
-    ]
+    split = index.splits["validation"]
+    name = {"shard": split.shards[0], "documents": split.documents_file, "sources": index.sources}[which].file
     data = bytearray((copy / name).read_bytes())
     data[len(data) // 2] ^= 1
     (copy / name).write_bytes(data)
@@ -107,7 +105,7 @@ def test_an_altered_file(copy: Path, which: str) -> None:
 
 def test_an_altered_table_of_documents_is_noticed_when_read(copy: Path) -> None:
     corpus = Corpus.open(copy)
-    path = copy / corpus.index["splits"]["train"]["documents_file"]["file"]
+    path = copy / corpus.index.splits["train"].documents_file.file
     table = np.fromfile(path, dtype="<i8")
     table[0] += 1
     table.tofile(path)
@@ -116,7 +114,7 @@ def test_an_altered_table_of_documents_is_noticed_when_read(copy: Path) -> None:
 
 
 def test_a_missing_shard(copy: Path) -> None:
-    shard = copy / Corpus.open(copy).index["splits"]["train"]["shards"][0]["file"]
+    shard = copy / Corpus.open(copy).index.splits["train"].shards[0].file
     shard.unlink()
     with pytest.raises(FileNotFoundError, match=re.escape(str(shard))):
         Corpus.open(copy)
@@ -139,7 +137,7 @@ def change(index: dict[str, Any], *keys: str, to: Any) -> None:
 @pytest.mark.parametrize(
     ("keys", "to", "said"),
     [
-        (("format",), "other", "expected a JSON object with format 'lengthen tokens'"),
+        (("format",), "other", "expected format 'lengthen tokens', got 'other'"),
         (("version",), 99, "expected version 1, got 99"),
         (("dtype",), "int8", "expected 'uint16' or 'uint32'"),
         (("vocab_size",), 70000, "uint16 tells 65536 ids apart, but the vocabulary of index.json has 70000"),
@@ -147,14 +145,19 @@ def change(index: dict[str, Any], *keys: str, to: Any) -> None:
         (("splits", "train", "tokens"), 5, "do not add up to 5 tokens"),
         (("splits", "train", "documents"), 5, "does not fit 5 documents"),
         (("splits", "train", "documents_file", "file"), "../x", "expected a name in this folder"),
-        (("splits",), 3, "AttributeError"),
+        (("splits",), 3, "splits: expected a table, got 3"),
+        (("splits", "train", "shards"), {}, "splits.train.shards: expected a list"),
+        (("vocab_size",), "258", "vocab_size: expected a whole number, got '258'"),
+        (("tokenizer",), {"kind": "json", "file": "../x"}, "expected a name in this folder"),
+        (("tokenizer", "kind"), "bpe", "tokenizer: expected a file"),
+        (("extra",), 1, "unknown key 'extra'"),
     ],
 )
 def test_an_altered_index(copy: Path, keys: tuple[str, ...], to: Any, said: str) -> None:
     index = json.loads((copy / "index.json").read_text())
     change(index, *keys, to=to)
     (copy / "index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=rf"index.json: .*{said}"):
+    with pytest.raises((TypeError, ValueError), match=rf"index.json: .*{said}"):
         Corpus.open(copy)
 
 

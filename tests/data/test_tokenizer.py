@@ -16,21 +16,18 @@ from hypothesis import strategies as st
 from lengthen.data import Corpus, prepare
 from lengthen.data import readers as readers_module
 from lengthen.data.readers import _cut
-from lengthen.data.tokenizer import ByteTokenizer
-from lengthen.data.worker import train
-
-SPECIAL = ["<|end|>", "<|mask|>"]
+from lengthen.data.tokenizer import Tokenizer, train
 
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory: pytest.TempPathFactory, stories: list[str]) -> Path:
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
-    train(iter(stories), 400, SPECIAL, str(path))
+    train(stories, 400, path)
     return path
 
 
 def test_bytes() -> None:
-    tokenizer = ByteTokenizer()
+    tokenizer = Tokenizer()
     text = "naïve 海 <|end|>\n"
     assert tokenizer.encode(text) == list(text.encode())
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -51,7 +48,7 @@ def test_a_trained_bpe(make: Callable[..., Corpus], folder: Path, stories: list[
 
 def test_training_gives_the_same_bytes(tmp_path: Path, bpe: Path, stories: list[str]) -> None:
     for number in range(3):
-        train(iter(stories), 400, SPECIAL, str(tmp_path / f"{number}.json"))
+        train(stories, 400, tmp_path / f"{number}.json")
         assert (tmp_path / f"{number}.json").read_bytes() == bpe.read_bytes()
 
 
@@ -63,8 +60,8 @@ def test_a_sample_and_no_validation_text_train_the_bpe(make: Callable[..., Corpu
     # Held out, a file has no part in the tokenizer: it is the one trained without the file.
     held_out = make(folder, tokenizer="bpe", vocab_size=600, validation=[folder / "29.txt"])
     rest = make([folder / f"{i:02d}.txt" for i in range(29)], tokenizer="bpe", vocab_size=600)
-    assert held_out.index["tokenizer"]["sha256"] == rest.index["tokenizer"]["sha256"]
-    assert held_out.index["tokenizer"]["sha256"] != whole.index["tokenizer"]["sha256"]
+    assert held_out.index.tokenizer.sha256 == rest.index.tokenizer.sha256
+    assert held_out.index.tokenizer.sha256 != whole.index.tokenizer.sha256
 
 
 WHITE = [
@@ -154,7 +151,7 @@ def test_an_existing_tokenizer(
     assert read.count(ids.get("</s>", -1)) <= 1  # the one in the text is text
     assert corpus.tokenizer().encode("the sea") == [1, 3]
     assert corpus.tokenizer().name == "json"
-    stored = corpus.directory / corpus.index["tokenizer"]["file"]
+    stored = corpus.directory / corpus.index.tokenizer.file
     assert stored.read_bytes() == path.read_bytes()
 
 
@@ -238,7 +235,7 @@ def test_a_vocabulary_that_does_not_fit(tmp_path: Path, make: Callable[..., Corp
     ):
         make(folder, tokenizer=path, dtype="uint16")
     corpus = make(folder / "03.txt", tokenizer=path)
-    assert corpus.index["dtype"] == "uint32"
+    assert corpus.index.dtype == "uint32"
     assert corpus.vocab_size == 65_537
 
 

@@ -81,11 +81,11 @@ def run(arguments: Arguments) -> int:
     state = "already prepared, checked and unchanged" if "unchanged" in stages else f"prepared in {took}"
     print(f"\n{corpus.directory}: {state}")
     for name in corpus.splits:
-        split = corpus.index["splits"][name]
-        per = split["text_bytes"] / split["tokens"]
+        split = corpus.index.splits[name]
+        per = split.text_bytes / split.tokens
         print(
-            f"  {name:<12}{split['documents']:>10,} documents{split['tokens']:>16,} tokens"
-            f"{amount(split['text_bytes']):>12} of text{per:>8.2f} bytes a token"
+            f"  {name:<12}{split.documents:>10,} documents{split.tokens:>16,} tokens"
+            f"{amount(split.text_bytes):>12} of text{per:>8.2f} bytes a token"
         )
     print(f"  tokenizer   {corpus.tokenizer().name}, {corpus.vocab_size:,} ids")
     print(f"\nNext: lengthen train configs/tiny.toml --data {corpus.directory}")
@@ -105,7 +105,7 @@ def unescape(text: str) -> str:
 
 
 def validation(words: list[str]) -> float | list[str]:
-    """Return a share if there is one number and no file of that name, or else the paths."""
+    """Return a fraction if there is one number and no file of that name, or else the paths."""
     if len(words) == 1 and not Path(words[0]).exists():
         try:
             return float(words[0])

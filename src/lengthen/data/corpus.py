@@ -1,21 +1,15 @@
 """A prepared corpus on disk: its index, its token shards, its documents, and the checks that they are whole.
 
-A corpus is a folder. `index.json` names every other file with its size and sha256, so nothing is found by guessing:
-
-    index.json                          the format, the vocabulary, the splits and their files
-    train.00000.<sha>.bin               tokens, uint16 or uint32, little endian, nothing else
-    train.documents.<sha>.bin           a row a document: tokens, UTF-8 bytes, words; int64, little endian
-    tokenizer.<sha>.json                what the tokens mean (not for bytes, which need no file)
-    sources.<sha>.jsonl                 what it was made from
-
-Names carry the first digits of the file's sha256: a corpus that is made anew never writes over a file that the old
-index still names, and the new index.json takes the old one's place in one step.
+A corpus is a folder. `index.json` names every other file with its size and sha256, so nothing is found by guessing;
+`docs/data.md` lists them. Names carry the first digits of the file's sha256: a corpus that is made anew never writes
+over a file that the old index still names, and the new index.json takes the old one's place in one step.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,62 +21,172 @@ except ImportError as problem:  # the base install is torch alone
     raise ImportError(f'lengthen.data needs numpy: pip install "lengthen[data]" ({problem})') from None
 
 from lengthen.checks import nearest
-from lengthen.data.tokenizer import Tokenizer, open_tokenizer
+from lengthen.data.tokenizer import Tokenizer
+from lengthen.io import build, read_json
 
-FORMAT = "lengthen tokens"
-VERSION = 1
+FORMAT, VERSION = "lengthen tokens", 1
 INDEX = "index.json"
 WORK = ".prepare"  # where an unfinished `prepare` keeps its parts
-LARGEST = {"uint16": 1 << 16, "uint32": 1 << 32}  # how many ids each dtype can tell apart
-DOCUMENT_COLUMNS = ("tokens", "bytes", "words")
+WIDTH = {"uint16": 2, "uint32": 4}  # bytes
 
 Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of the corpus."""
+
+    file: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Shard(File):
+    """A file of tokens."""
+
+    tokens: int
+
+
+@dataclass(frozen=True)
+class SourceList(File):
+    """JSON lines: name, split, bytes and sha256 of each source file."""
+
+    files: int
+
+
+@dataclass(frozen=True)
+class TokenizerFile:
+    """What the tokens mean: "bytes", which have no file, "bpe" or "json"."""
+
+    kind: str
+    file: str | None = None
+    bytes: int = 0
+    sha256: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.kind == "bytes") != (self.file is None):
+            raise ValueError(f"tokenizer: expected a file, but none for 'bytes', got {self.file} for {self.kind!r}")
+
+
+@dataclass(frozen=True)
+class Split:
+    """The shards of one split, and its table of documents: tokens, UTF-8 bytes and words of each, int64."""
+
+    tokens: int
+    documents: int
+    text_bytes: int
+    words: int
+    shards: list[Shard]
+    documents_file: File
+
+    def __post_init__(self) -> None:
+        if sum(shard.tokens for shard in self.shards) != self.tokens:
+            raise ValueError(f"splits: the shards of a split do not add up to {self.tokens} tokens")
+        if self.documents_file.bytes != self.documents * 3 * 8:
+            raise ValueError(f"splits: {self.documents_file.file} does not fit {self.documents} documents")
+
+
+@dataclass(frozen=True)
+class Index:
+    """All of index.json."""
+
+    format: str
+    version: int
+    dtype: str
+    vocab_size: int
+    end_id: int | None
+    mask_id: int | None
+    tokenizer: TokenizerFile
+    splits: dict[str, Split]
+    sources: SourceList
+    settings: dict[str, Any]  # of `prepare`; what decides the bytes of a corpus beside its sources
+
+    def __post_init__(self) -> None:
+        width = WIDTH[fitting_dtype(self.vocab_size, self.dtype, INDEX)]
+        for key, value in (("end_id", self.end_id), ("mask_id", self.mask_id)):
+            if value is not None and not 0 <= value < self.vocab_size:
+                raise ValueError(f"{key}: expected less than vocab_size {self.vocab_size}, got {value}")
+        for file in self.files():
+            if Path(file.file).name != file.file:
+                raise ValueError(f"file: expected a name in this folder, got {file.file!r}")
+            if isinstance(file, Shard) and file.bytes != file.tokens * width:
+                raise ValueError(f"{file.file}: expected {width} × {file.tokens} bytes, got {file.bytes}")
+
+    def files(self) -> list[File]:
+        """Return every file that the index names."""
+        files = [file for split in self.splits.values() for file in (*split.shards, split.documents_file)]
+        if self.tokenizer.file is not None:
+            files.append(File(self.tokenizer.file, self.tokenizer.bytes, self.tokenizer.sha256))
+        return [*files, self.sources]
+
+    @classmethod
+    def read(cls, directory: Path) -> Index:
+        """Read and check index.json: that it is one of ours, of this version, and of the right shape."""
+        path = directory / INDEX
+        if not path.is_file():
+            begun = "; one was interrupted here: run it again and it resumes" if (directory / WORK).is_dir() else ""
+            raise FileNotFoundError(f"{path}: not there; expected a folder that `lengthen prepare` finished{begun}")
+        table = read_json(path, dict)
+        for key, wanted in (("format", FORMAT), ("version", VERSION)):  # first: another version may have other keys
+            if table.get(key) != wanted:
+                raise ValueError(f"{path}: expected {key} {wanted!r}, got {table.get(key)!r}; prepare the corpus again")
+        return build(cls, table, str(path))
+
+
+def fitting_dtype(vocab_size: int, dtype: str | None, where: str) -> str:
+    """Return the dtype for this many ids: the smallest that fits, or the one asked for if it does."""
+    if dtype is not None and dtype not in WIDTH:
+        raise ValueError(f"dtype: expected 'uint16' or 'uint32', got {dtype!r}{nearest(str(dtype), WIDTH)}")
+    chosen = dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")
+    if vocab_size > (most := 1 << 8 * WIDTH[chosen]):
+        hint = "; expected 'uint32'" if chosen == "uint16" else ""
+        raise ValueError(
+            f"dtype: {chosen} tells {most} ids apart, but the vocabulary of {where} has {vocab_size}{hint}"
+        )
+    return chosen
+
+
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Tokens:
     """The tokens of one split: all its documents joined, memory-mapped, read by position."""
 
-    def __init__(self, directory: Path, name: str, split: dict[str, Any], dtype: str) -> None:
-        self.name = name
-        self.directory = directory
-        self._split = split
-        self._little_endian = np.dtype(dtype).newbyteorder("<")
-        sizes = [int(shard["tokens"]) for shard in split["shards"]]
-        self._ends = np.cumsum(np.array(sizes, dtype=np.int64)) if sizes else np.zeros(0, dtype=np.int64)
-        self._shards = [self._map(shard["file"]) for shard in split["shards"]]
-
-    def _map(self, file: str) -> npt.NDArray[Any]:
-        return np.memmap(self.directory / file, dtype=self._little_endian, mode="r")
+    def __init__(self, directory: Path, name: str, split: Split, dtype: str) -> None:
+        self.directory, self.name, self._split = directory, name, split
+        little_endian = np.dtype(dtype).newbyteorder("<")
+        self._shards: list[npt.NDArray[Any]] = [
+            np.memmap(directory / shard.file, dtype=little_endian, mode="r") for shard in split.shards
+        ]
+        self._starts = np.cumsum([0, *(shard.tokens for shard in split.shards)], dtype=np.int64)
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return self._split.tokens
 
     def __repr__(self) -> str:
-        return f"Tokens({self.name!r}, {len(self):,} tokens, {len(self.bytes):,} documents)"
+        return f"Tokens({self.name!r}, {len(self):,} tokens, {self._split.documents:,} documents)"
 
     def read(self, start: int, stop: int) -> Ints:
         """Return tokens start … stop − 1 as int64, copied, across the borders of shards where need be."""
         if not 0 <= start <= stop <= len(self):
             raise ValueError(f"start, stop: expected 0 ≤ start ≤ stop ≤ {len(self)}, got {start} and {stop}")
-        first = int(np.searchsorted(self._ends, start, side="right"))
-        out = np.empty(stop - start, dtype=np.int64)
-        done = 0
-        while done < len(out):
-            shard = self._shards[first]
-            before = start + done - (int(self._ends[first]) - len(shard))
-            taken = shard[before : before + len(out) - done]
-            out[done : done + len(taken)] = taken
-            done += len(taken)
-            first += 1
-        return out
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        last = int(np.searchsorted(self._starts, stop, side="left"))
+        shards = zip(self._shards[first:last], self._starts[first:last].tolist(), strict=True)
+        taken = [shard[max(start - begin, 0) : stop - begin] for shard, begin in shards]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *taken], dtype=np.int64)
 
     @cached_property
     def _table(self) -> Ints:
-        path = self.directory / self._split["documents_file"]["file"]
-        table = np.fromfile(path, dtype="<i8").astype(np.int64).reshape(-1, len(DOCUMENT_COLUMNS))
-        if len(table) != self._split["documents"] or int(table[:, 0].sum()) != len(self) or (table < 0).any():
+        path = self.directory / self._split.documents_file.file
+        table = np.fromfile(path, dtype="<i8").astype(np.int64).reshape(-1, 3)
+        if len(table) != self._split.documents or int(table[:, 0].sum()) != len(self) or (table < 0).any():
             raise ValueError(
-                f"{path}: expected {self._split['documents']} documents with {len(self)} tokens in all, got "
+                f"{path}: expected {self._split.documents} documents with {len(self)} tokens in all, got "
                 f"{len(table)} with {int(table[:, 0].sum())}; the file was altered: prepare the corpus again"
             )
         return table
@@ -106,153 +210,71 @@ class Tokens:
 class Corpus:
     """A prepared corpus: `corpus["train"]` and `corpus["validation"]` are its tokens. Made by `prepare` or `open`."""
 
-    def __init__(self, directory: Path, index: dict[str, Any]) -> None:
-        self.directory = directory
-        self.index = index
-        self.vocab_size: int = index["vocab_size"]
-        self.end_id: int | None = index["end_id"]
-        self.mask_id: int | None = index["mask_id"]
+    def __init__(self, directory: Path, index: Index) -> None:
+        self.directory, self.index = directory, index
+        self.vocab_size, self.end_id, self.mask_id = index.vocab_size, index.end_id, index.mask_id
         self._tokens: dict[str, Tokens] = {}
 
     @classmethod
     def open(cls, directory: str | Path, verify: bool = False) -> Corpus:
         """Open a folder that `prepare` finished; check its index and the size of every file, or all with `verify`."""
-        directory = Path(directory)
-        corpus = cls(directory, read_index(directory))
-        corpus._check_sizes()
-        if verify:
-            corpus.verify()
+        corpus = cls(Path(directory), Index.read(Path(directory)))
+        corpus._check(checksums=verify)
         return corpus
 
     @property
     def splits(self) -> tuple[str, ...]:
         """The names of the splits, "train" first."""
-        return tuple(sorted(self.index["splits"], key=lambda name: (name != "train", name != "validation", name)))
+        return tuple(sorted(self.index.splits, key=lambda name: (name != "train", name != "validation", name)))
 
     def __getitem__(self, split: str) -> Tokens:
-        if split not in self.index["splits"]:
-            listed = ", ".join(repr(name) for name in self.splits)
-            raise ValueError(
-                f"split: {self.directory} has {listed}, got {split!r}{nearest(str(split), self.splits)}"
-                + ("; `prepare` makes it with validation=SHARE or [FILES]" if split == "validation" else "")
-            )
+        if split not in self.index.splits:
+            listed = ", ".join(map(repr, self.splits))
+            hint = "; `prepare` makes it with validation=FRACTION or [FILES]" if split == "validation" else ""
+            hint = nearest(str(split), self.splits) + hint
+            raise ValueError(f"split: {self.directory} has {listed}, got {split!r}{hint}")
         if split not in self._tokens:
-            self._tokens[split] = Tokens(self.directory, split, self.index["splits"][split], self.index["dtype"])
+            self._tokens[split] = Tokens(self.directory, split, self.index.splits[split], self.index.dtype)
         return self._tokens[split]
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{name} {self.index['splits'][name]['tokens']:,}" for name in self.splits)
+        sizes = ", ".join(f"{name} {self.index.splits[name].tokens:,}" for name in self.splits)
         return f"Corpus({str(self.directory)!r}, tokens: {sizes})"
 
     @cached_property
     def fingerprint(self) -> str:
         """Sixteen digits that change when the tokens, the documents or the tokenizer do."""
-        files = {name: [part["sha256"] for part in _split_files(split)] for name, split in self.index["splits"].items()}
-        said = {key: self.index[key] for key in ("dtype", "vocab_size", "end_id", "mask_id")}
-        whole = {**said, "tokenizer": self.index["tokenizer"].get("sha256"), "files": files}
-        return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:16]
+        index, splits = self.index, self.index.splits.items()
+        said: dict[str, Any] = {key: getattr(index, key) for key in ("dtype", "vocab_size", "end_id", "mask_id")}
+        said["tokenizer"] = index.tokenizer.sha256 or None
+        said["files"] = {name: [file.sha256 for file in (*one.shards, one.documents_file)] for name, one in splits}
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def tokenizer_name(self) -> str:
         """What tells this tokenizer from others: the sha256 of its file, or "bytes"."""
-        said = self.index["tokenizer"]
-        return str(said.get("sha256") or said["kind"])
+        return self.index.tokenizer.sha256 or self.index.tokenizer.kind
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer that the tokens were made with."""
-        said = self.index["tokenizer"]
-        path = self.directory / said["file"] if "file" in said else None
-        return open_tokenizer(said["kind"], path, end_id=self.end_id, mask_id=self.mask_id)
-
-    def files(self) -> list[dict[str, Any]]:
-        """Return every file that the index names: `file`, `bytes`, `sha256`."""
-        listed = [part for split in self.index["splits"].values() for part in _split_files(split)]
-        listed += [self.index["sources"]] if "file" in self.index["sources"] else []
-        return listed + ([self.index["tokenizer"]] if "file" in self.index["tokenizer"] else [])
-
-    def _check_sizes(self) -> None:
-        for said in self.files():
-            path = self.directory / said["file"]
-            if not path.is_file():
-                raise FileNotFoundError(f"{path}: named by {INDEX} but not there; prepare the corpus again")
-            size = path.stat().st_size
-            if size != said["bytes"]:
-                raise ValueError(
-                    f"{path}: expected {said['bytes']} bytes, got {size}; the file was "
-                    f"{'truncated' if size < said['bytes'] else 'altered'}: prepare the corpus again"
-                )
+        said = self.index.tokenizer
+        tokenizer = Tokenizer(None if said.file is None else self.directory / said.file, said.kind)
+        tokenizer.end_id, tokenizer.mask_id = self.end_id, self.mask_id
+        return tokenizer
 
     def verify(self) -> None:
         """Compare the sha256 of every file with the index; an error names the first that differs."""
-        self._check_sizes()
-        for said in self.files():
-            path = self.directory / said["file"]
-            if sha256_of(path) != said["sha256"]:
+        self._check(checksums=True)
+
+    def _check(self, *, checksums: bool) -> None:
+        for said in self.index.files():
+            path = self.directory / said.file
+            if not path.is_file():
+                raise FileNotFoundError(f"{path}: named by {INDEX} but not there; prepare the corpus again")
+            size = path.stat().st_size
+            if size != said.bytes:
+                how = "truncated" if size < said.bytes else "altered"
+                expected = f"expected {said.bytes} bytes, got {size}"
+                raise ValueError(f"{path}: {expected}; the file was {how}: prepare the corpus again")
+            if checksums and sha256_of(path) != said.sha256:
                 raise ValueError(f"{path}: its sha256 is not that of {INDEX}; the file was altered: prepare it again")
-
-
-def _split_files(split: dict[str, Any]) -> list[dict[str, Any]]:
-    return [*split["shards"], split["documents_file"]]
-
-
-def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def fitting_dtype(vocab_size: int, dtype: str | None, where: str) -> str:
-    """Return the dtype for this many ids: the smallest that fits, or the one asked for if it does."""
-    if dtype is not None and dtype not in LARGEST:
-        raise ValueError(f"dtype: expected 'uint16' or 'uint32', got {dtype!r}{nearest(str(dtype), LARGEST)}")
-    chosen = dtype or ("uint16" if vocab_size <= LARGEST["uint16"] else "uint32")
-    if vocab_size > LARGEST[chosen]:
-        raise ValueError(
-            f"dtype: {chosen} tells {LARGEST[chosen]} ids apart, but the vocabulary of {where} has {vocab_size}"
-            + ("; expected 'uint32'" if chosen == "uint16" else "")
-        )
-    return chosen
-
-
-def read_index(directory: Path) -> dict[str, Any]:
-    """Read and check index.json: that it is one of ours, of this version, and names what it must."""
-    path = directory / INDEX
-    if not path.is_file():
-        begun = (directory / WORK).is_dir()
-        raise FileNotFoundError(
-            f"{path}: not there; expected a folder that `lengthen prepare` finished"
-            + ("; one was interrupted here: run it again and it goes on" if begun else "")
-        )
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as problem:
-        raise ValueError(f"{path}: expected JSON, got {problem}; prepare the corpus again") from None
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise ValueError(f"{path}: expected a JSON object with format {FORMAT!r}")
-    if index.get("version") != VERSION:
-        raise ValueError(f"{path}: expected version {VERSION}, got {index.get('version')!r}; prepare the corpus again")
-    try:
-        _check_index(index)
-    except (KeyError, TypeError, ValueError, AttributeError) as problem:
-        raise ValueError(f"{path}: {type(problem).__name__}: {problem}; prepare the corpus again") from None
-    return index
-
-
-def _check_index(index: dict[str, Any]) -> None:
-    fitting_dtype(index["vocab_size"], index["dtype"], INDEX)
-    width = np.dtype(index["dtype"]).itemsize
-    for key in ("end_id", "mask_id"):
-        if index[key] is not None and not 0 <= index[key] < index["vocab_size"]:
-            raise ValueError(f"{key}: expected less than vocab_size {index['vocab_size']}, got {index[key]}")
-    named = [index["tokenizer"]] if "file" in index["tokenizer"] else []
-    for name, split in index["splits"].items():
-        named += _split_files(split)
-        if sum(shard["tokens"] for shard in split["shards"]) != split["tokens"]:
-            raise ValueError(f"split {name!r}: its shards do not add up to {split['tokens']} tokens")
-        if any(shard["bytes"] != shard["tokens"] * width for shard in split["shards"]):
-            raise ValueError(f"split {name!r}: a shard's bytes are not {width} × its tokens")
-        if split["documents_file"]["bytes"] != split["documents"] * 8 * len(DOCUMENT_COLUMNS):
-            raise ValueError(f"split {name!r}: its table of documents does not fit {split['documents']} documents")
-    for said in named:
-        if Path(said["file"]).name != said["file"] or not isinstance(said["sha256"], str):
-            raise ValueError(f"file: expected a name in this folder and its sha256, got {said}")

@@ -10,25 +10,28 @@ tokens of the pieces are the tokens of the whole, and the counts of words add up
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
+import importlib
 import json
 import lzma
 import re
+import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
-from lengthen.checks import nearest
+from lengthen.checks import describe, nearest
 from lengthen.data.sources import Source
 from lengthen.data.tokenizer import optional
 
 BLOCK = 1 << 18  # what is read at once, and about how long a piece gets
-BOM = b"\xef\xbb\xbf"
-# First bytes that begin no white space: visible ASCII, and those of UTF-8 but for U+0085, U+1680, U+2000 … U+3000's.
-VISIBLE = frozenset([*range(0x21, 0x7F), *range(0xC3, 0xE1), *range(0xE4, 0xF5)])
+# A place to cut: a newline before a first byte that begins no white space, which visible ASCII does not, and of UTF-8
+# all but those of U+0085, U+1680, U+2000 … U+3000.
+CUT = re.compile(rb"\n(?=[\x21-\x7e\xc3-\xe0\xe4-\xf4])")
+LAST_CUT = re.compile(rb"(?s:.+)" + CUT.pattern)
 
 Piece = tuple[bytes, bool]  # UTF-8, and whether its document ends here
 
@@ -38,32 +41,41 @@ class Reading:
     """How documents are told apart inside a file."""
 
     text_key: str = "text"
-    separator: bytes | None = None
-    split_before: re.Pattern[str] | None = None
+    separator: str | None = None
+    split_before: str | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("text_key", "separator", "split_before"):
+            value = getattr(self, key)
+            if value is not None and not isinstance(value, str):
+                raise TypeError(f"{key}: expected a string, got {describe(value)}")
+            if value == "":
+                raise ValueError(f"{key}: expected a string of at least one character, got {value!r}")
+        if self.separator is not None and self.split_before is not None:
+            both = f"{self.separator!r} and {self.split_before!r}"
+            raise ValueError(f"separator, split_before: expected one of them, got {both}")
+        try:
+            re.compile(self.split_before or "")
+        except re.error as problem:
+            raise ValueError(
+                f"split_before: expected a regular expression, got {self.split_before!r}: {problem}"
+            ) from None
 
 
 def pieces(source: Source, reading: Reading) -> Iterator[Piece]:
     """Yield the documents of one file in pieces; a document of nothing but white space is left out."""
-    readers = {"text": _text, "jsonl": _json_lines, "parquet": _parquet, "arrow": _arrow}
-    opened = False
-    with _naming(source):
+    readers = {"text": _text, "jsonl": _json_lines, "parquet": _rows, "arrow": _rows}
+    begun = False
+    try:
         for piece, ends in _cut(readers[source.kind](source, reading)):
             # White space alone has no place to be cut, so a document without a visible character is a single piece.
-            if ends and not opened and not piece.strip():
-                continue
-            yield piece, ends
-            opened = not ends
-
-
-@contextmanager
-def _naming(source: Source) -> Iterator[None]:
-    """Name the file in the errors of packages that unpack it."""
-    try:
-        yield
+            if begun or not ends or piece.strip():
+                yield piece, ends
+                begun = not ends
     except (EOFError, lzma.LZMAError, zlib.error, OSError) as problem:
         if isinstance(problem, OSError) and problem.filename is not None:  # it cannot be opened, and says so
             raise
-        raise ValueError(f"{source.path}: expected {source.packing or 'readable'} data, got {problem}") from None
+        raise ValueError(f"{source.path}: expected {source.packing or source.kind} data, got {problem}") from None
 
 
 def _cut(documents: Iterable[Piece]) -> Iterator[Piece]:
@@ -79,7 +91,7 @@ def _cut(documents: Iterable[Piece]) -> Iterator[Piece]:
                 break
             yield bytes(held[:place]), False
             del held[:place]
-            searched = 1
+            searched = 0
         if ends:
             yield bytes(held), True
             held.clear()
@@ -88,150 +100,99 @@ def _cut(documents: Iterable[Piece]) -> Iterator[Piece]:
 
 def _place(held: bytearray, searched: int) -> int:
     """Return the last place up to BLOCK to cut at, or else the first one after it, or 0 if there is none."""
-    place = held.rfind(b"\n", max(searched, 1), BLOCK)
-    while place > 0:
-        if held[place + 1] in VISIBLE:
-            return place
-        place = held.rfind(b"\n", max(searched, 1), place)
-    place = held.find(b"\n", max(searched, BLOCK), len(held) - 1)
-    while place > 0:
-        if held[place + 1] in VISIBLE:
-            return place
-        place = held.find(b"\n", place + 1, len(held) - 1)
-    return 0
+    found = None if searched else LAST_CUT.match(held, 0, BLOCK + 1)
+    found = found or CUT.search(held, max(searched, BLOCK))
+    return found.end() - 1 if found else 0
 
 
-def _unpacked(source: Source) -> Iterator[bytes]:
-    """Yield a file's bytes, unpacked, in blocks of BLOCK bytes but for the last."""
+def _open(source: Source) -> Any:
+    """Open a file to read what it unpacks to."""
     if source.packing == "zst":
-        yield from _even(_unpacked_zst(source))
-        return
+        return optional("pyarrow", f"{source.path}").input_stream(str(source.path), compression="zstd")
     openers: dict[str, Any] = {"xz": lzma.open, "gz": gzip.open, "bz2": bz2.open, "": open}
-    with openers[source.packing](source.path, "rb") as file:
-        while block := file.read(BLOCK):
-            yield block
+    return openers[source.packing](source.path, "rb")
 
 
-def _unpacked_zst(source: Source) -> Iterator[bytes]:
-    package = optional("zstandard", f"{source.path}")
-    with source.path.open("rb") as file:
-        frame = None
-        while packed := file.read(BLOCK):
-            while packed:
-                frame = frame or package.ZstdDecompressor().decompressobj()
-                try:
-                    yield frame.decompress(packed)
-                except package.ZstdError as problem:
-                    raise ValueError(f"{source.path}: expected zst data, got {problem}") from None
-                packed = frame.unused_data if frame.eof else b""
-                frame = None if frame.eof else frame
-        if frame is not None:
-            raise EOFError("a file that ends in the middle of a frame")
-
-
-def _even(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Make blocks of BLOCK bytes: what a package hands out at once must not decide where documents are cut."""
-    held = bytearray()
-    for block in blocks:
-        held += block
-        while len(held) >= BLOCK:
-            yield bytes(held[:BLOCK])
-            del held[:BLOCK]
-    if held:
-        yield bytes(held)
-
-
-def _checked(source: Source, allow_nul: bool) -> Iterator[bytes]:
+def _blocks(source: Source, allow_nul: bool = False) -> Iterator[bytes]:
     """Yield a text file's bytes, sure that they are text; an error names the file and the byte that is not."""
-    done, tail = 0, b""
-    for number, block in enumerate(_unpacked(source)):
-        at = -1 if allow_nul else block.find(b"\0")
-        data = tail + block
-        try:
-            data.decode("utf-8")
-            tail = b""
-        except UnicodeDecodeError as problem:
-            tail = data[problem.start :]
-            if problem.reason != "unexpected end of data":  # which is a character that the next block goes on with
-                raise _not_text(source, done - len(data) + len(block) + problem.start, problem.reason) from None
-        if at >= 0:
-            raise _not_text(source, done + at, "a NUL byte")
-        done += len(block)
-        yield block.removeprefix(BOM) if number == 0 else block
-    if tail:
-        raise _not_text(source, done - len(tail), "unexpected end of data")
-
-
-def _not_text(source: Source, offset: int, reason: str) -> ValueError:
+    decoder, done = codecs.getincrementaldecoder("utf-8")(), 0
     unpacked = " of what it unpacks to" if source.packing else ""
-    return ValueError(f"{source.path}: expected UTF-8 text, got {reason} at byte {offset}{unpacked}")
+    with _open(source) as file:
+        while True:
+            block = file.read(BLOCK)
+            begun = len(decoder.getstate()[0])  # bytes of a character that the last block did not end
+            try:
+                decoder.decode(block, final=not block)
+                if not allow_nul and (nul := block.find(b"\0")) >= 0:
+                    raise UnicodeDecodeError("utf-8", block, begun + nul, begun + nul + 1, "a NUL byte")
+            except UnicodeDecodeError as problem:
+                at = f"byte {done - begun + problem.start}{unpacked}"
+                raise ValueError(f"{source.path}: expected UTF-8 text, got {problem.reason} at {at}") from None
+            if not block:
+                return
+            yield block if done else block.removeprefix(codecs.BOM_UTF8)
+            done += len(block)
 
 
 def _text(source: Source, reading: Reading) -> Iterator[Piece]:
-    blocks = _checked(source, reading.separator is not None and b"\0" in reading.separator)
-    if reading.split_before is not None:
-        return _split_before(blocks, reading.split_before)
-    return _separated(blocks, reading.separator)
+    blocks = _blocks(source, allow_nul="\0" in (reading.separator or ""))
+    if reading.separator is not None:
+        yield from _separated(blocks, reading.separator.encode())
+    elif reading.split_before is None:
+        yield from ((block, False) for block in blocks)
+        yield b"", True
+    else:
+        pattern = re.compile(reading.split_before)
+        for number, line in enumerate(_lines(blocks)):
+            if number:
+                yield b"\n", False
+            if pattern.search(line.removesuffix(b"\r").decode()):
+                yield b"", True
+            yield line, False
+        yield b"", True
 
 
-def _separated(blocks: Iterable[bytes], separator: bytes | None) -> Iterator[Piece]:
+def _separated(blocks: Iterable[bytes], separator: bytes) -> Iterator[Piece]:
     held = b""
     for block in blocks:
-        if separator is None:
-            yield block, False
-            continue
         *whole, held = (held + block).split(separator)
-        for document in whole:
-            yield document, True
+        yield from ((document, True) for document in whole)
         # Keep what may be the beginning of a separator; hand on the rest of the document.
-        kept = len(held) - len(separator) + 1
-        if kept > 0:
-            yield held[:kept], False
-            held = held[kept:]
+        kept = max(len(held) - len(separator) + 1, 0)
+        yield held[:kept], False
+        held = held[kept:]
     yield held, True
 
 
-def _split_before(blocks: Iterable[bytes], pattern: re.Pattern[str]) -> Iterator[Piece]:
-    for line in _lines(blocks):
-        if pattern.search(line.rstrip(b"\r\n").decode("utf-8")):
-            yield b"", True
-        yield line, False
-    yield b"", True
-
-
 def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield lines with their newline, and no other: not at U+2028 or form feeds."""
+    """Yield lines without their newline, and split at no other: not at U+2028 or form feeds."""
     held: list[bytes] = []
-    for block in blocks:
-        first, *rest = block.split(b"\n")
-        for line in rest:
-            held.append(first)
-            yield b"".join(held) + b"\n"
-            held, first = [], line
-        held.append(first)
-    if last := b"".join(held):
-        yield last
+    for piece, ends in _separated(blocks, b"\n"):
+        held.append(piece)
+        if ends:
+            yield b"".join(held)
+            held = []
 
 
 def _json_lines(source: Source, reading: Reading) -> Iterator[Piece]:
-    for number, line in enumerate(_lines(_checked(source, allow_nul=False)), 1):
+    for number, line in enumerate(_lines(_blocks(source)), 1):
         if not line.strip():
             continue
         where = f"{source.path}, line {number}"
         try:
             value = json.loads(line)
-        except ValueError as problem:
+        except (ValueError, RecursionError) as problem:
             raise ValueError(f"{where}: expected a JSON object, got {problem}") from None
         if not isinstance(value, dict):
             raise ValueError(f"{where}: expected a JSON object, got {type(value).__name__}")
-        if reading.text_key not in value:
-            raise ValueError(_no_key(where, reading.text_key, value))
+        _check_key(where, reading.text_key, value)
         yield _document(value[reading.text_key], where, reading.text_key), True
 
 
-def _no_key(where: str, key: str, known: Iterable[str]) -> str:
-    listed = list(known)
-    return f"{where}: text_key: expected {key!r}, got {', '.join(map(repr, listed))}{nearest(key, listed)}"
+def _check_key(where: str, key: str, known: Iterable[str]) -> None:
+    if key not in known:
+        listed = ", ".join(map(repr, known))
+        raise ValueError(f"{where}: text_key: expected {key!r}, got {listed}{nearest(key, known)}")
 
 
 def _document(text: object, where: str, key: str) -> bytes:
@@ -242,59 +203,35 @@ def _document(text: object, where: str, key: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as problem:
-        raise ValueError(
-            f"{where}: expected text under {key!r}, got half a surrogate pair at {problem.start}"
-        ) from None
+        at = problem.start
+        raise ValueError(f"{where}: expected text under {key!r}, got half a surrogate pair at {at}") from None
 
 
-@contextmanager
-def _seekable(source: Source) -> Iterator[IO[bytes]]:
-    """Open a file that must be read in any order: one that is packed is unpacked to a temporary file."""
-    if not source.packing:
-        with source.path.open("rb") as file:
-            yield file
+def _rows(source: Source, reading: Reading) -> Iterator[Piece]:
+    arrow, key, row = optional("pyarrow", f"{source.path}"), reading.text_key, 0
+    with _open(source) as packed, tempfile.TemporaryFile() as unpacked:
+        if source.packing:  # these files are read in any order
+            shutil.copyfileobj(packed, unpacked)
+            unpacked.seek(0)
+        try:
+            for batch in _batches(source, unpacked if source.packing else packed, key):
+                for value in batch.column(key):
+                    yield _document(value.as_py(), f"{source.path}, row {row}", key), True
+                    row += 1
+        except arrow.ArrowException as problem:
+            raise ValueError(f"{source.path}: expected {source.kind} data, got {problem}") from None
+
+
+def _batches(source: Source, file: IO[bytes], key: str) -> Iterator[Any]:
+    """Yield the record batches of a parquet file, of an Arrow file, or of an Arrow stream, as `datasets` writes it."""
+    if source.kind == "parquet":
+        table = importlib.import_module("pyarrow.parquet").ParquetFile(file)
+        _check_key(f"{source.path}", key, table.schema_arrow.names)
+        yield from table.iter_batches(batch_size=256, columns=[key])
         return
-    with tempfile.TemporaryFile() as unpacked:
-        for block in _unpacked(source):
-            unpacked.write(block)
-        unpacked.seek(0)
-        yield unpacked
-
-
-def _parquet(source: Source, reading: Reading) -> Iterator[Piece]:
-    arrow = optional("pyarrow", f"{source.path}")
-    parquet = optional("pyarrow.parquet", f"{source.path}")
-    with _seekable(source) as file, _arrow_errors(source, arrow, "a parquet file"):
-        table = parquet.ParquetFile(file)
-        if reading.text_key not in table.schema_arrow.names:
-            raise ValueError(_no_key(str(source.path), reading.text_key, table.schema_arrow.names))
-        yield from _rows(source, reading, table.iter_batches(batch_size=256, columns=[reading.text_key]))
-
-
-def _arrow(source: Source, reading: Reading) -> Iterator[Piece]:
-    arrow = optional("pyarrow", f"{source.path}")
-    ipc = optional("pyarrow.ipc", f"{source.path}")
-    with _seekable(source) as file, _arrow_errors(source, arrow, "an Arrow file"):
-        is_file = file.read(6) == b"ARROW1"  # `datasets` writes the stream format, others the file format
-        file.seek(0)
-        reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
-        if reading.text_key not in reader.schema.names:
-            raise ValueError(_no_key(str(source.path), reading.text_key, reader.schema.names))
-        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
-        yield from _rows(source, reading, batches)
-
-
-@contextmanager
-def _arrow_errors(source: Source, arrow: Any, expected: str) -> Iterator[None]:
-    try:
-        yield
-    except (arrow.ArrowException, OSError) as problem:
-        raise ValueError(f"{source.path}: expected {expected}, got {problem}") from None
-
-
-def _rows(source: Source, reading: Reading, batches: Iterable[Any]) -> Iterator[Piece]:
-    row = 0
-    for batch in batches:
-        for value in batch.column(reading.text_key):
-            yield _document(value.as_py(), f"{source.path}, row {row}", reading.text_key), True
-            row += 1
+    ipc = importlib.import_module("pyarrow.ipc")
+    is_file = file.read(6) == b"ARROW1"
+    file.seek(0)
+    reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
+    _check_key(f"{source.path}", key, reader.schema.names)
+    yield from (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader

@@ -11,11 +11,13 @@ token, or any page about tokenizers would break documents in two.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lengthen.checks import nearest
+from lengthen.io import write_text
 
 END, MASK = "<|end|>", "<|mask|>"
 END_NAMES = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]")
@@ -23,95 +25,91 @@ MASK_NAMES = (MASK, "<mask>", "[MASK]", "<|mask_token|>")
 BYTE_VOCAB_SIZE, BYTE_END, BYTE_MASK = 258, 256, 257
 
 
-class Tokenizer(Protocol):
-    """What turns text into ids and back."""
+class Tokenizer:
+    """Bytes, or what a `tokenizer.json` says: nothing added to a text, cut off or padded."""
 
-    name: str
-    vocab_size: int
-    end_id: int | None
-    mask_id: int | None
+    def __init__(self, path: Path | None = None, name: str = "bytes") -> None:
+        self.path, self.name = path, name
+        self.vocab_size = BYTE_VOCAB_SIZE
+        self.end_id: int | None = BYTE_END
+        self.mask_id: int | None = BYTE_MASK
+        self._inner: Any = None
+        if path is None:
+            return
+        package = optional("tokenizers", "a tokenizer.json")
+        try:
+            self._inner = package.Tokenizer.from_file(str(path))
+        except Exception as problem:  # the package raises bare Exception
+            raise ValueError(f"{path}: expected a tokenizer.json, got {problem}") from None
+        if dropout := getattr(self._inner.model, "dropout", None):
+            raise ValueError(f"{path}: expected no dropout, which gives other tokens each time, got {dropout:.3g}")
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self._inner.encode_special_tokens = True
+        # One more than the largest id: what an embedding needs, gaps included.
+        self.vocab_size = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.end_id, self.mask_id = self._find(END_NAMES), self._find(MASK_NAMES)
+
+    def _find(self, names: Iterable[str]) -> int | None:
+        ids = (self._inner.token_to_id(name) for name in names)
+        return next((int(found) for found in ids if found is not None), None)
+
+    def choose(self, end_token: str | None, mask_token: str | None) -> None:
+        """Take other tokens than those of the usual names as the end and the mask."""
+        for key, name in (("end", end_token), ("mask", mask_token)):
+            if name is not None:
+                setattr(self, f"{key}_id", self._find([name]))
+                if getattr(self, f"{key}_id") is None:
+                    known = [token.content for token in self._inner.get_added_tokens_decoder().values()]
+                    raise ValueError(f"{key}_token: {self.path} has no token {name!r}{nearest(name, known)}")
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, with no special token added."""
+        """Return the ids of a text, with no special token added; the names of special tokens in it are text."""
+        if self._inner is None:
+            return list(text.encode())
+        try:  # the batch call of one: it leaves out the offsets, which cost more than the ids
+            return list(self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        except Exception as problem:  # the package raises bare Exception
+            raise ValueError(f"tokenizer: {self.path} cannot encode this text: {problem}") from None
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids; special tokens are written out by name."""
-
-
-class ByteTokenizer:
-    """The bytes of UTF-8, and an end and a mask token."""
-
-    name = "bytes"
-    vocab_size = BYTE_VOCAB_SIZE
-    end_id: int | None = BYTE_END
-    mask_id: int | None = BYTE_MASK
-
-    def encode(self, text: str) -> list[int]:
-        """Return the UTF-8 bytes of a text."""
-        return list(text.encode("utf-8"))
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids; bytes that are no UTF-8 come out as U+FFFD."""
+        """Return the text of ids; special tokens are written out by name, bytes that are no UTF-8 as U+FFFD."""
+        if self._inner is not None:
+            return str(self._inner.decode([int(i) for i in ids], skip_special_tokens=False))
         special = {BYTE_END: END.encode(), BYTE_MASK: MASK.encode()}
         return b"".join(special[i] if i in special else bytes([i]) for i in map(int, ids)).decode("utf-8", "replace")
 
-
-class JsonTokenizer:
-    """A `tokenizer.json`, ours or another's."""
-
-    def __init__(self, path: Path, *, name: str, end_id: int | None, mask_id: int | None) -> None:
-        self._inner = load_json(path)
-        self.name = name
-        self.vocab_size = size_of(self._inner)
-        self.end_id, self.mask_id = end_id, mask_id
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; the names of special tokens in it are read as plain text."""
-        return list(self._inner.encode(text, add_special_tokens=False).ids)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids; special tokens are written out by name."""
-        return str(self._inner.decode([int(i) for i in ids], skip_special_tokens=False))
+    def cuttable(self) -> bool:
+        """Return whether long texts may be cut as `readers` cuts them: bytes, and BPE with GPT-2's pattern."""
+        if self._inner is None:
+            return True
+        said = json.loads(self._inner.to_str())
+        splitting = said["pre_tokenizer"] or {}
+        return (
+            said["model"]["type"] == "BPE"
+            and not said["normalizer"]
+            and splitting.get("type") == "ByteLevel"
+            and not splitting["add_prefix_space"]
+            and splitting["use_regex"]
+            and all(token["special"] for token in said["added_tokens"])
+        )
 
 
-def open_tokenizer(kind: str, path: Path | None, *, end_id: int | None, mask_id: int | None) -> Tokenizer:
-    """Return the tokenizer that an index names."""
-    if kind == "bytes":
-        return ByteTokenizer()
-    if path is None:
-        raise ValueError(f"tokenizer: kind {kind!r} needs a file, got none")
-    return JsonTokenizer(path, name=kind, end_id=end_id, mask_id=mask_id)
-
-
-def load_json(path: Path) -> Any:
-    """Return the `tokenizers.Tokenizer` of a file, set to read text as text: nothing added, cut off or padded."""
-    if not path.is_file():
-        raise FileNotFoundError(f"tokenizer: {path} is not there; expected 'bytes', 'bpe' or a tokenizer.json")
-    package = optional("tokenizers", "a tokenizer.json")
-    try:
-        inner = package.Tokenizer.from_file(str(path))
-    except Exception as problem:  # the package raises bare Exception
-        raise ValueError(f"{path}: expected a tokenizer.json, got {problem}") from None
-    inner.no_truncation()
-    inner.no_padding()
-    inner.encode_special_tokens = True
-    return inner
-
-
-def size_of(inner: Any) -> int:
-    """Return one more than the largest id: what an embedding needs, gaps included."""
-    return max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-
-def special_id(inner: Any, key: str, wanted: str | None, usual: tuple[str, ...], where: Path) -> int | None:
-    """Return the id of the token asked for, or of the first usual name that the vocabulary has, or None."""
-    if wanted is not None:
-        found = inner.token_to_id(wanted)
-        if found is None:
-            known = [token.content for token in inner.get_added_tokens_decoder().values()]
-            raise ValueError(f"{key}: {where} has no token {wanted!r}{nearest(wanted, known)}")
-        return int(found)
-    return next((int(found) for name in usual if (found := inner.token_to_id(name)) is not None), None)
+def train(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Train a byte-level BPE on texts and write its tokenizer.json. The same texts give the same bytes."""
+    package = optional("tokenizers", "tokenizer='bpe'")
+    inner = package.Tokenizer(package.models.BPE())
+    inner.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    inner.decoder = package.decoders.ByteLevel()
+    trainer = package.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,  # a pair seen once is that document's, not the language's
+        special_tokens=[END, MASK],
+        initial_alphabet=sorted(package.pre_tokenizers.ByteLevel.alphabet()),  # every byte, so every text has ids
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer=trainer)
+    write_text(path, inner.to_str(pretty=True))
 
 
 def optional(package: str, what: str) -> Any:
