@@ -1,7 +1,8 @@
-"""How runs look, the same on the page and in figures: a colour and a marker a run, a dash pattern a protocol.
+"""How curves look: a colour and a marker per run, a dash pattern per protocol.
 
 The colours are those of Okabe and Ito, which people with colour-blindness tell apart, the yellow left out, and three
-more; markers and dashes say the same without colour. A known method has the same colour in every report.
+more; each has a contrast of at least 3 to the page's white and to its black. A known method has the same colour in
+every report.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from collections.abc import Sequence
 
 from lengthen.report.collect import Run
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b8548a", "#c98500", "#3a9bd6", "#7a5195", "#8a5a2b", "#707070")
+COLOURS = ("#0072b2", "#d55e00", "#009473", "#b8548a", "#b87a00", "#3590c8", "#8d66b0", "#9a6733", "#7d7d7d")
 METHODS = {
     **{"alibi": 0, "xpos": 1, "t5": 2, "sinusoidal": 3, "absolute": 3, "rotary": 4, "learned": 5, "kerple": 6},
     **{"sandwich": 7, "none": 8},
 }
-MARKERS = ("o", "s", "^", "D", "v", "P")  # matplotlib's names; the page draws the same six
-DASHES = {"nonoverlapping": (), "full": (), "blockwise": (2, 3), "sliding": (7, 3), "window": (8, 3, 2, 3)}
+SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
+DASHES = {"nonoverlapping": [1, 0], "full": [1, 0], "blockwise": [2, 3], "sliding": [7, 3], "window": [8, 3, 2, 3]}
 
 
 def colours(runs: Sequence[Run]) -> list[int]:
@@ -31,6 +32,7 @@ def colours(runs: Sequence[Run]) -> list[int]:
     return taken
 
 
-def dashes(protocol: str) -> tuple[int, ...]:
-    """Return the dash pattern of a protocol, in points; none is a whole line."""
-    return DASHES.get(protocol, (4, 2, 1, 2, 1, 2))
+def look(colour: int, shape: int, protocol: str) -> dict[str, object]:
+    """Return the columns that say how a curve is drawn."""
+    dash = DASHES.get(protocol, [4, 2, 1, 2, 1, 2])
+    return {"colour": COLOURS[colour], "shape": SHAPES[shape % len(SHAPES)], "dash": dash}

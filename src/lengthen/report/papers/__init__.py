@@ -18,6 +18,7 @@ from importlib import resources
 from typing import Any
 
 Row = dict[str, Any]
+KEY = ("paper", "corpus", "split", "method", "train_length")
 
 SOURCES = {
     "ALiBi": ("Press, Smith, Lewis: Train Short, Test Long", "https://arxiv.org/abs/2108.12409"),
@@ -28,26 +29,22 @@ REAL = {
     *("perplexity", "words_per_second", "resolution"),
     *("train_words_per_second", "eval_words_per_second", "memory_gb"),
 }
-SETS = (
-    ("ALiBi, table 2: WikiText-103, trained at 512", "ALiBi", ("T2",), True),
-    ("LEX, tables 2 and 5: arXiv, trained at 1,024", "LEX", ("T2", "T5"), True),
-    ("ALiBi, table 3: WikiText-103, trained at 1,024", "ALiBi", ("T3",), False),
-    ("ALiBi, table 4: WikiText-103, trained at 3,072", "ALiBi", ("T4",), False),
-    ("ALiBi, table 5: WikiText-103, ALiBi by training length", "ALiBi", ("T5",), False),
-    ("ALiBi, table 8: books, trained at 512 and 1,024", "ALiBi", ("T8",), False),
-    ("ALiBi, table 12: CC100 and RoBERTa's, 1.3B parameters", "ALiBi", ("T12 (50k updates)",), False),
-    ("ALiBi, tables 13 to 15: WikiText-103, sliding, stride 1", "ALiBi", ("T13", "T14", "T15"), False),
-)  # name, paper, tables, whether it is shown when papers are first asked for
+SETS: dict[str, tuple[tuple[str, str], ...]] = {
+    "ALiBi, table 2, trained at 512, and LEX, tables 2 and 5, at 1,024": (("ALiBi", "T2"), ("LEX", "T2"), ("LEX", "T5")),
+    "ALiBi, table 3: WikiText-103, trained at 1,024": (("ALiBi", "T3"),),
+    "ALiBi, table 4: WikiText-103, trained at 3,072": (("ALiBi", "T4"),),
+    "ALiBi, table 5: WikiText-103, ALiBi by training length": (("ALiBi", "T5"),),
+    "ALiBi, table 8: books, trained at 512 and 1,024": (("ALiBi", "T8"),),
+    "ALiBi, table 12: CC100 and RoBERTa's, 1.3B parameters": (("ALiBi", "T12 (50k updates)"),),
+    "ALiBi, tables 13 to 15: WikiText-103, sliding, stride 1": (("ALiBi", "T13"), ("ALiBi", "T14"), ("ALiBi", "T15")),
+}  # what is shown beside own curves, and the tables it is from
 
 
 @dataclass(frozen=True)
 class PaperCurve:
     """One line of a paper: perplexity by length, and the perplexity at the training length that it is divided by."""
 
-    group: str
-    shown: bool
     paper: str
-    table: str
     corpus: str
     split: str
     method: str
@@ -80,34 +77,19 @@ def speed_memory() -> list[Row]:
     return _read("speed_memory")
 
 
-def curves() -> list[PaperCurve]:
-    """Return the lines that have two points or more and a perplexity at the training length."""
-    rows = perplexity()
+def curves(name: str) -> list[PaperCurve]:
+    """Return a set's lines that have two points or more and a perplexity at the training length."""
+    groups: dict[tuple[Any, ...], dict[int, float]] = {}
+    for row in perplexity():
+        if (row["paper"], row["table"]) in SETS[name] and row["perplexity"]:
+            key = tuple(row[k] for k in (*KEY, "protocol", "stride_or_block"))
+            groups.setdefault(key, {}).setdefault(row["eval_length"], row["perplexity"])
     found = []
-    for name, paper, tables, shown in SETS:
-        groups: dict[tuple[Any, ...], dict[int, Row]] = {}
-        for row in rows:
-            if row["paper"] == paper and row["table"] in tables:
-                key = tuple(
-                    row[k] for k in ("method", "train_length", "corpus", "split", "protocol", "stride_or_block")
-                )
-                groups.setdefault(key, {}).setdefault(row["eval_length"], row)
-        for (method, trained, corpus, split, protocol, amount), points in groups.items():
-            whole = groups.get((method, trained, corpus, split, "full", None), {})
-            start = points.get(trained) or whole.get(trained)
-            line = tuple(
-                (length, points[length]["perplexity"]) for length in sorted(points) if points[length]["perplexity"]
-            )
-            if start is None or len(line) < 2:
-                continue
-            table = ", ".join(dict.fromkeys(row["table"] for row in points.values()))
-            found.append(
-                PaperCurve(
-                    *(name, shown, paper, table, corpus, split, method, trained, protocol, amount),
-                    reference=start["perplexity"],
-                    points=line,
-                )
-            )
+    for key, points in groups.items():
+        trained = key[len(KEY) - 1]
+        start = points.get(trained) or groups.get((*key[: len(KEY)], "full", None), {}).get(trained)
+        if start is not None and len(points) > 1:
+            found.append(PaperCurve(*key, reference=start, points=tuple(sorted(points.items()))))
     return found
 
 
