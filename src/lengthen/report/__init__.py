@@ -4,8 +4,8 @@
                                 ├──▶ write_csv       every number, as it was measured
                                 └──▶ write_figures   SVG, PDF and PNG, from the charts of the page
 
-`lengthen.report.papers` has the tables of the papers that the page can lay over its own curves. The charts need Altair
-and vl-convert (the extra `report`); reading runs and writing CSV need nothing beside the base.
+`lengthen.report.papers` has the tables of the papers that the page can lay over its own curves. Charts need the extra
+`report` (Altair and vl-convert); reading runs and writing CSV do not.
 """
 
 from __future__ import annotations
@@ -21,23 +21,13 @@ __all__ = ["Curve", "Report", "Run", "collect", "write_csv", "write_figures", "w
 
 def write_html(report: Report, path: str | Path) -> Path:
     """Write the page; return its path."""
-    _need()
-    from lengthen.report import page
+    from lengthen.report.page import write_html
 
-    return page.write_html(report, path)
+    return write_html(report, path)
 
 
 def write_figures(report: Report, folder: str | Path, formats: Sequence[str] = ("svg", "pdf")) -> list[Path]:
     """Save every figure that the runs have numbers for, in each format; return the paths."""
-    _need()
-    from lengthen.report import charts
+    from lengthen.report.charts import write_figures
 
-    return charts.write_figures(report, folder, formats)
-
-
-def _need() -> None:
-    try:
-        import altair  # noqa: F401
-        import vl_convert  # noqa: F401
-    except ImportError:
-        raise ImportError('charts need altair and vl-convert: pip install "lengthen[report]"') from None
+    return write_figures(report, folder, formats)

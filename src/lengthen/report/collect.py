@@ -16,36 +16,36 @@ import math
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lengthen.checks import whole_number
-from lengthen.io import Table, build, fields, read_json, read_lines, read_toml
+from lengthen.io import Table, read_lines, read_toml
+from lengthen.report.analyses import KINDS, Analysis, known, read_analysis
 
-T = TypeVar("T")
 PROTOCOLS = ("nonoverlapping", "sliding", "blockwise", "window")  # the order they are shown in
 WITHIN = 0.01  # of the best loss: what still counts as holding, as in `lengthen eval`
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Measurement:
     """One line of evaluation.jsonl."""
 
-    protocol: str
-    length: int
-    loss: float | None
     positions: str | None = None
     train_length: int | None = None
     checkpoint: str | None = None
     step: int | None = None
     data: str | None = None  # the text's fingerprint
     split: str | None = None
+    protocol: str
+    length: int
     stride: int | None = None
     block: int | None = None
     tokens: int | None = None
     documents: int | None = None
+    loss: float | None
     loss_se: float | None = None
     perplexity: float | None = None
     perplexity_per_word: float | None = None
@@ -70,89 +70,6 @@ class Measurement:
         return f"{self.protocol} {self.block:,}" if self.block else self.protocol
 
 
-Numbers = list[float | None]
-
-
-@dataclass(frozen=True)
-class Resolution:
-    """Attention resolution at a length: the model's, and each layer's."""
-
-    length: int
-    resolution: float | None
-    layers: Numbers | None = None
-    blockwise: bool | None = False
-    block: int | None = None
-
-
-@dataclass(frozen=True)
-class Positions:
-    """Loss by position at a length, in buckets that end at `positions`."""
-
-    length: int
-    positions: list[int]
-    loss: Numbers
-    count: list[int | float | None] | None = None
-
-    def __post_init__(self) -> None:
-        _alike(positions=self.positions, loss=self.loss, count=self.count or self.loss)
-
-
-@dataclass(frozen=True)
-class Reach:
-    """Keys that each head reads back at a length, by layer and head, and the fraction of causal scores they are."""
-
-    length: int
-    reach: list[Numbers]
-    share: list[Numbers] | None = None
-
-    def __post_init__(self) -> None:
-        share = self.share or self.reach
-        _alike(reach=self.reach, share=share)
-        for heads, shares in zip(self.reach, share, strict=True):
-            _alike(reach=heads, share=shares)
-
-
-@dataclass(frozen=True)
-class Distance:
-    """Attention weight by layer, head and bucket of distance; a bucket starts at its distance."""
-
-    length: int
-    distances: list[int]
-    weight: list[list[Numbers]]
-
-    def __post_init__(self) -> None:
-        for heads in self.weight:
-            for weights in heads:
-                _alike(distances=self.distances, weight=weights)
-
-
-@dataclass(frozen=True)
-class Recall:
-    """How often a value told once, a distance before, is recalled."""
-
-    distance: int
-    accuracy: float | None
-    trials: int | None = None
-
-
-ROWS: dict[str, type] = {
-    **{"resolution": Resolution, "positions": Positions, "reach": Reach, "distance": Distance, "recall": Recall}
-}
-
-
-@dataclass(frozen=True)
-class Analysis:
-    """One file of analysis/: its rows, and how it was made."""
-
-    rows: list[Any]
-    positions: str | None = None
-    train_length: int | None = None
-    checkpoint: str | None = None
-    data: str | None = None
-    command: str | None = None
-    curse: Table | None = None  # of positions: where the gain of longer inputs comes from
-
-
 @dataclass(frozen=True)
 class Run:
     """One run folder: its model, what was measured, and what was analysed."""
@@ -167,7 +84,7 @@ class Run:
     analyses: dict[str, Analysis] = field(default_factory=dict)
     date: str = ""  # of the last measurement
 
-    def rows(self, kind: str) -> list[Any]:
+    def rows(self, kind: str) -> list[Table]:
         """Return the rows of one analysis, none if it was not made."""
         return self.analyses[kind].rows if kind in self.analyses else []
 
@@ -189,13 +106,10 @@ class Curve:
     @property
     def reference(self) -> Measurement | None:
         """The measurement at the training length: this curve's own, or without overlap where this curve has none."""
-        plain = [
-            one
-            for one in self.run.evaluations
-            if one.protocol == "nonoverlapping"
-            and (one.data, one.split, one.checkpoint) == (self.first.data, self.first.split, self.first.checkpoint)
-        ]
-        return next((one for one in self.records + plain if one.length == self.run.train_length), None)
+        text = (self.first.data, self.first.split, self.first.checkpoint)
+        plain = [one for one in self.run.evaluations if one.protocol == "nonoverlapping"]
+        others = [one for one in plain if (one.data, one.split, one.checkpoint) == text]
+        return next((one for one in self.records + others if one.length == self.run.train_length), None)
 
     @property
     def holds(self) -> Measurement | None:
@@ -236,10 +150,14 @@ def collect(paths: Iterable[str | Path]) -> Report:
         if not place.exists():
             raise FileNotFoundError(f"{word}: expected the folder of a run, got none; `lengthen train` makes one")
     found = {word: _run(word) for word in words}
-    notes = [f"{word}: no measurements; {_make(word)}" for word, run in found.items() if run is None]
+    notes = [
+        f"{word}: no measurements; `{shlex.join(['lengthen', 'eval', word])}` makes them"
+        for word, run in found.items()
+        if run is None
+    ]
     runs = [run for run in found.values() if run is not None]
     if not runs:
-        raise ValueError("runs: expected a folder with measurements, got none" + "".join(f"\n  {n}" for n in notes))
+        raise ValueError("\n".join(["runs: expected a folder with measurements, got none", *notes]))
     return Report(_labelled(runs), notes)
 
 
@@ -250,19 +168,13 @@ def finite(value: Any) -> float | None:
     return float(value)
 
 
-def _make(word: str) -> str:
-    return f"`{shlex.join(['lengthen', 'eval', word])}` makes them" if Path(word).is_dir() else "it is no folder"
-
-
 def _run(word: str) -> Run | None:
     folder = Path(word)
     source = folder / "evaluation.jsonl"
-    if not source.is_file():
-        return None
     latest: dict[tuple[Any, ...], Measurement] = {}
-    for number, line in enumerate(read_lines(source, dict), 1):
+    for number, line in enumerate(read_lines(source, dict) if source.is_file() else [], 1):
         if line.get("kind") == "evaluation":
-            one = _known(Measurement, line, f"{source}, line {number}")
+            one = known(Measurement, line, f"{source}, line {number}")
             key = (one.checkpoint, one.data, one.split, one.protocol, one.length, one.stride, one.block)
             latest.pop(key, None)  # so that what replaces it stands where it was written
             latest[key] = one
@@ -275,29 +187,11 @@ def _run(word: str) -> Run | None:
     if not isinstance(positions, str):
         raise ValueError(f"{word}: expected `positions` in config.toml or evaluation.jsonl, got {positions!r}")
     train_length = whole_number(f"{word}: train_length", train_length, at_least=1)
-    analyses = {kind: _analysis(folder, kind) for kind in ROWS if (folder / "analysis" / f"{kind}.json").is_file()}
+    files = {kind: folder / "analysis" / f"{kind}.json" for kind in KINDS}
+    analyses = {kind: read_analysis(path, kind) for kind, path in files.items() if path.is_file()}
     date = datetime.datetime.fromtimestamp(source.stat().st_mtime, datetime.UTC).date().isoformat()
     training = _training(folder / "metrics.jsonl")
     return Run(word, positions, train_length, "", model, training, records, analyses, date)
-
-
-def _known(kind: type[T], table: Mapping[str, Any], where: str) -> T:
-    """Return the dataclass from the keys that it knows; others are passed over."""
-    return build(kind, {key: table[key] for key in fields(kind) if key in table}, where)
-
-
-def _analysis(folder: Path, kind: str) -> Analysis:
-    path = folder / "analysis" / f"{kind}.json"
-    found = _known(Analysis, read_json(path, dict), str(path))
-    if not all(isinstance(row, dict) for row in found.rows):
-        raise TypeError(f"{path}: rows: expected a list of tables, got {str(found.rows)[:60]}")
-    rows = [_known(ROWS[kind], row, f"{path}, row {place}") for place, row in enumerate(found.rows)]
-    return replace(found, rows=rows)
-
-
-def _alike(**lists: Sequence[Any]) -> None:
-    if len(set(map(len, lists.values()))) > 1:
-        raise ValueError(f"expected as many {' as '.join(lists)}, got {', '.join(str(len(a)) for a in lists.values())}")
 
 
 def _training(path: Path) -> Table | None:
@@ -318,22 +212,21 @@ def _labelled(runs: Sequence[Run]) -> list[Run]:
         [f"{run.positions} ({run.path})" for run in runs],
     ]
     counts = [Counter(choice) for choice in choices]
-    labels = []
-    for index in range(len(runs)):
+    labelled = []
+    for index, run in enumerate(runs):
         unique = (choice[index] for choice, count in zip(choices, counts, strict=True) if count[choice[index]] == 1)
-        labels.append(next(unique, choices[-1][index]))
-    return [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
+        labelled.append(replace(run, label=next(unique, choices[-1][index])))
+    return labelled
 
 
 def _curves(run: Run, several: bool) -> Iterator[Curve]:
     groups: dict[tuple[Any, ...], list[Measurement]] = {}
     for one in run.evaluations:
-        groups.setdefault((one.data, one.split, one.protocol, one.block, _stride(run, one)), []).append(one)
-    order = [key for name in PROTOCOLS for key in groups if key[2] == name]
-    for key in order + [key for key in groups if key[2] not in PROTOCOLS]:
+        groups.setdefault((one.data, one.split, one.protocol, one.block, *_stride(run, one)), []).append(one)
+    for key in sorted(groups, key=lambda key: [*PROTOCOLS, key[2]].index(key[2])):
         newest = max(groups[key], key=lambda one: one.step or 0).checkpoint
         records = sorted((one for one in groups[key] if one.checkpoint == newest), key=lambda one: one.length)
-        data, split, protocol, _, (stride, times) = key
+        data, split, protocol, _, stride, times = key
         words = [run.label]
         if times:
             words.append(f"sliding, stride length/{times:g}")
@@ -348,8 +241,7 @@ def _stride(run: Run, one: Measurement) -> tuple[int | None, float | None]:
     """Return what of a sliding window's stride the points of a curve share: the stride, or length/stride."""
     if one.protocol != "sliding" or not one.stride:
         return None, None
-    others = [other for other in run.evaluations if other.protocol == "sliding" and other.stride]
-    same = {other.length for other in others if other.stride == one.stride}
-    times = one.length / one.stride
-    scaled = {other.length for other in others if other.stride and other.length / other.stride == times}
-    return (None, times) if len(scaled) > len(same) else (one.stride, None)
+    others = [(other.length, other.stride) for other in run.evaluations if other.protocol == "sliding" and other.stride]
+    same = {length for length, stride in others if stride == one.stride}
+    scaled = {length for length, stride in others if length * one.stride == one.length * stride}
+    return (None, one.length / one.stride) if len(scaled) > len(same) else (one.stride, None)

@@ -1,4 +1,4 @@
-"""What the page says in prose: what a figure shows and how its numbers are made."""
+"""What the page says in prose: what a section shows and how its numbers are made."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ ABOUT = {
         "How well each model predicts text when it reads more of it at once than in training. A curve that falls or "
         "stays level beyond the training length extrapolates.",
     ),
-    "runs": ("Runs", "The model of each run, how long it was trained, and how fast."),
     "resolution": (
         "Attention resolution",
         "How clearly attention tells near from far (LEX): R(s) = Σ e^s[i]·(e^s[i] − e^s[i+1]) / (Σ e^s[i])², where "
@@ -17,8 +16,9 @@ ABOUT = {
     ),
     "positions": (
         "Loss by position",
-        "The mean loss of tokens by their place in the input, in buckets. A model that uses more context keeps "
-        "falling; one that only gains from having fewer early tokens, which have little context, is level.",
+        "The mean loss of tokens by their place in the input, in buckets. A longer input cuts the text less often, so "
+        "fewer tokens stand early, with little context: that part of its gain needs no use of distant tokens; what "
+        "more context gives, measured with sliding windows over the same tokens, does.",
     ),
     "reach": (
         "Reach",
@@ -31,34 +31,30 @@ ABOUT = {
         "The fraction of its attention that each head spends in buckets of distance. Rows are layer.head; a column "
         "goes from its distance to the next one's.",
     ),
-    "recall": ("Recall by distance", "How often the model recalls a value that was told once, this many tokens before."),
+    "recall": (
+        "Recall by distance",
+        "How often the model recalls a value that was told once, this many tokens before.",
+    ),
     "speed": (
         "Speed and memory",
         "Tokens scored per second, forward passes alone, and the peak of memory beside the model, by length. Runs on "
         "other machines, or beside other work, are not comparable.",
     ),
+    "runs": ("Runs", "What the page was made from, and which analyses it lacks."),
+    "papers": ("The papers", "Their tables are data of the package, measured by their authors on their data."),
 }
-CURSE = (
-    "A longer input cuts the text less often, so fewer tokens stand early, with little context. That part of the gain "
-    "needs no use of distant tokens; what more context gives, measured with sliding windows over the same tokens, "
-    "does. The two add up to the gain; either may be negative."
-)
-RELATIVE = (
-    "The papers' corpora, vocabularies and models differ from these, so their perplexities cannot stand on the same "
-    "axis. “Beside” a paper, curves are ratios: perplexity over that at the training length, against length over "
-    "training length. A curve that was not measured at the training length is divided by the plain value there."
+HOW = (
+    "Perplexity is e to the mean loss, in nats, over all tokens scored. Its standard error is over documents; curves of "
+    "the same text share most of it, so they differ more surely than their bars suggest. At every length the same text "
+    "is scored, each token once. “Beside” a paper, whose corpus, vocabulary and model are others, curves are ratios: "
+    "perplexity over that at the training length, against length over training length; a curve that was not measured at "
+    "the training length is divided by the plain value there. What a token sees depends on the protocol:"
 )
 READING = (
     "Point at a point, or tap it, for its values; click a curve or its name to single it out, double-click for all. By "
     "keys: Tab to the figure, arrows from point to point, Enter, Escape."
 )
 PROTOCOLS = {
-    "": (
-        "Perplexity is e to the mean loss, in nats, over all tokens scored; its standard error is that of the loss "
-        "times the perplexity. That error is over documents; curves of the same text share most of it, so they differ "
-        "more surely than their bars suggest. At every length the same text is scored, each token once. What differs "
-        "is what a token sees:"
-    ),
     "nonoverlapping": "the text is cut into pieces of the length; a token sees what stands before it in its piece.",
     "sliding": "windows of the length, each a stride on from the last; the new tokens are scored, others are context.",
     "blockwise": "pieces of the length; a token sees its own block up to itself, and the whole block before.",

@@ -2,7 +2,7 @@
 const figures = JSON.parse(document.getElementById("data").textContent);
 const options = {
   mode: "vega-lite", renderer: "svg", ast: true, actions: false, defaultStyle: false, tooltip: { disableDefaultStyle: true },
-  config: { background: null, font: "inherit", view: { stroke: null }, axis: { titleFontWeight: "normal" } },
+  config: { background: null, font: "system-ui, sans-serif", view: { stroke: null }, axis: { titleFontWeight: "normal" } },
 };
 
 async function draw(figure, panels) {
@@ -10,11 +10,10 @@ async function draw(figure, panels) {
   plot.replaceChildren();
   for (const spec of panels) {
     const place = plot.appendChild(document.createElement("div"));
-    const { view } = await vegaEmbed(place, spec, options);
+    await vegaEmbed(place, spec, options);
     place.querySelector("svg").setAttribute("tabindex", "0");
     place.addEventListener("keydown", (event) => walk(event, place));
     place.addEventListener("click", (event) => tell(event.target)); // a finger does not hover
-    view.runAsync();
   }
 }
 
@@ -24,19 +23,19 @@ function tell(mark) {
   mark.dispatchEvent(new PointerEvent("pointermove", at));
 }
 
-// Left and right go from point to point, up and down from curve to curve, Enter singles the curve out.
+// Left and right go from point to point, up and down from curve to curve, Enter singles the curve out, Escape ends it.
 function walk(event, place) {
   const marks = [...place.querySelectorAll(".mark-symbol.role-mark path, .mark-rect.role-mark path")];
   const now = marks.findIndex((mark) => mark.classList.contains("now"));
-  const label = (mark) => mark.__data__.datum.label;
+  const label = (at) => marks[at].__data__.datum.label;
   const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
   if (event.key === "Enter" && now >= 0) marks[now].dispatchEvent(new MouseEvent("click", { bubbles: true }));
   if (event.key === "Escape") place.querySelector("svg").dispatchEvent(new MouseEvent("dblclick", { bubbles: true }));
   if (!step || !marks.length) return;
   event.preventDefault();
-  let next = now < 0 ? 0 : (now + step + marks.length) % marks.length;
-  const far = ["ArrowUp", "ArrowDown"].includes(event.key);
-  while (far && next !== now && label(marks[next]) === label(marks[now] ?? marks[next])) next = (next + step + marks.length) % marks.length;
+  const beyond = (at) => (at + step + marks.length) % marks.length;
+  let next = now < 0 ? 0 : beyond(now);
+  if (["ArrowUp", "ArrowDown"].includes(event.key)) while (now >= 0 && next !== now && label(next) === label(now)) next = beyond(next);
   marks[now]?.classList.remove("now");
   marks[next].classList.add("now");
   tell(marks[next]);
@@ -52,12 +51,8 @@ for (const figure of document.querySelectorAll("figure[data-chart]")) {
 const root = document.documentElement;
 const button = document.getElementById("theme");
 const dark = () => (root.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-const name = () => { button.textContent = dark() ? "Light" : "Dark"; };
-button.hidden = false;
-button.addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; name(); });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", name);
-name();
+button.addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; });
 
-const how = () => document.querySelectorAll("details.how");
-addEventListener("beforeprint", () => how().forEach((one) => { one.open = true; }));
-addEventListener("afterprint", () => how().forEach((one) => { one.open = false; }));
+const how = (open) => document.querySelectorAll("details.how").forEach((one) => { one.open = open; });
+addEventListener("beforeprint", () => how(true));
+addEventListener("afterprint", () => how(false));

@@ -30,7 +30,11 @@ REAL = {
     *("train_words_per_second", "eval_words_per_second", "memory_gb"),
 }
 SETS: dict[str, tuple[tuple[str, str], ...]] = {
-    "ALiBi, table 2, trained at 512, and LEX, tables 2 and 5, at 1,024": (("ALiBi", "T2"), ("LEX", "T2"), ("LEX", "T5")),
+    "ALiBi, table 2, trained at 512, and LEX, tables 2 and 5, at 1,024": (
+        ("ALiBi", "T2"),
+        ("LEX", "T2"),
+        ("LEX", "T5"),
+    ),
     "ALiBi, table 3: WikiText-103, trained at 1,024": (("ALiBi", "T3"),),
     "ALiBi, table 4: WikiText-103, trained at 3,072": (("ALiBi", "T4"),),
     "ALiBi, table 5: WikiText-103, ALiBi by training length": (("ALiBi", "T5"),),
