@@ -64,9 +64,9 @@ class Measurement:
 
     @property
     def how(self) -> str:
-        """The protocol in words."""
+        """The protocol in words; a stride of half the length, the default of `lengthen eval`, is told as such."""
         if self.protocol == "sliding" and self.stride:
-            return f"sliding, stride {self.stride:,}"
+            return f"sliding, stride {'length/2' if 2 * self.stride == self.length else f'{self.stride:,}'}"
         return f"{self.protocol} {self.block:,}" if self.block else self.protocol
 
 
@@ -95,7 +95,6 @@ class Curve:
 
     run: Run
     label: str
-    stride: int | None  # of a sliding window, where it is the same for all lengths
     records: list[Measurement]
 
     @property
@@ -222,26 +221,12 @@ def _labelled(runs: Sequence[Run]) -> list[Run]:
 def _curves(run: Run, several: bool) -> Iterator[Curve]:
     groups: dict[tuple[Any, ...], list[Measurement]] = {}
     for one in run.evaluations:
-        groups.setdefault((one.data, one.split, one.protocol, one.block, *_stride(run, one)), []).append(one)
-    for key in sorted(groups, key=lambda key: [*PROTOCOLS, key[2]].index(key[2])):
-        newest = max(groups[key], key=lambda one: one.step or 0).checkpoint
-        records = sorted((one for one in groups[key] if one.checkpoint == newest), key=lambda one: one.length)
-        data, split, protocol, _, stride, times = key
-        words = [run.label]
-        if times:
-            words.append(f"sliding, stride length/{times:g}")
-        elif protocol != "nonoverlapping":
-            words.append(records[0].how)
-        if several:
-            words.append(f"{split} of {str(data)[:8]}")
-        yield Curve(run, " · ".join(words), stride, records)
-
-
-def _stride(run: Run, one: Measurement) -> tuple[int | None, float | None]:
-    """Return what of a sliding window's stride the points of a curve share: the stride, or length/stride."""
-    if one.protocol != "sliding" or not one.stride:
-        return None, None
-    others = [(other.length, other.stride) for other in run.evaluations if other.protocol == "sliding" and other.stride]
-    same = {length for length, stride in others if stride == one.stride}
-    scaled = {length for length, stride in others if length * one.stride == one.length * stride}
-    return (None, one.length / one.stride) if len(scaled) > len(same) else (one.stride, None)
+        groups.setdefault((one.data, one.split, one.protocol, one.how), []).append(one)
+    for (data, split, protocol, how), group in sorted(
+        groups.items(), key=lambda item: [*PROTOCOLS, item[0][2]].index(item[0][2])
+    ):
+        newest = max(group, key=lambda one: one.step or 0).checkpoint
+        records = sorted((one for one in group if one.checkpoint == newest), key=lambda one: one.length)
+        words = [run.label, *([how] if protocol != "nonoverlapping" else [])]
+        words += [f"{split} of {str(data)[:8]}"] if several else []
+        yield Curve(run, " · ".join(words), records)

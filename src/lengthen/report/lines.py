@@ -22,7 +22,17 @@ Row = dict[str, Any]
 COLOURS = ("#0072b2", "#d55e00", "#009473", "#b8548a", "#b87a00", "#3590c8", "#8d66b0", "#9a6733", "#7d7d7d")
 SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
 DASHES = {"nonoverlapping": [1, 0], "full": [1, 0], "blockwise": [2, 3], "sliding": [7, 3], "window": [8, 3, 2, 3]}
-LOOK = {"label", "x", "y", "low", "high", "colour", "shape", "dash"}  # of a row; what else it has is its tooltip
+LOOK = {
+    "label",
+    "x",
+    "y",
+    "trained",
+    "low",
+    "high",
+    "colour",
+    "shape",
+    "dash",
+}  # of a row; what else it has is its tooltip
 HEIGHT, GAP = 320, 14  # pixels: of a plot, and between two names
 
 
@@ -33,28 +43,36 @@ def row(label: str, colour: int, protocol: str, x: float, y: Any, tip: Row, bar:
     return {"label": label, "x": x, "y": y, **look, **tip, **dict(zip(("low", "high"), bar, strict=False))}
 
 
-def lines(rows: Iterable[Row], x: str, y: str, width: Any, *, log: bool = False, marks: Iterable[int] = ()) -> Any:
+def lines(rows: Iterable[Row], x: str, y: str, width: Any, log: bool = False, marks: Iterable[int] = ()) -> Any:
     """Return the curves, with bars of one standard error and a rule at training lengths; none without a point."""
-    data = [one | {"y": _drawn(one["y"], log)} for one in rows if one["x"] > 0]  # no y: the curve is broken there
-    points = [one for one in data if one["y"] is not None]
+    form = ".3~s" if "bytes" in y else ",.6~g"
+    at, back = (math.log, math.exp) if log else (float, float)
+    data = [
+        one | {"y": finite(one["y"]) if not log or (finite(one["y"]) or 0) > 0 else None}
+        for one in rows
+        if one["x"] > 0
+    ]
+    points = [one for one in data if one["y"] is not None]  # where there is none, the curve is broken
     if not points:
         return None
-    ends = _domain([_at(one["y"], log) for one in points])
+    low, high = (extreme(at(one["y"]) for one in points) for extreme in (min, max))
+    pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    low, high = low - pad, high + pad
     height = max(HEIGHT, GAP * (len({one["label"] for one in points}) + 1))
     pick = alt.selection_point(name="pick", fields=["label"], on="click[datum && datum.label]", clear="dblclick")
     faded = alt.condition(pick, alt.value(1.0), alt.value(0.12))
     colour = alt.Color("colour:N", scale=None)
     scale = alt.Scale(type="log", base=2, nice=False, padding=10)
     axis = alt.Axis(values=_lengths(points), format=",.4~g", labelOverlap="greedy", labelSeparation=4, grid=False)
-    up = alt.Scale(type="log" if log else "linear", domain=[_back(end, log) for end in ends], nice=False)
+    up = alt.Scale(type="log" if log else "linear", domain=[back(low), back(high)], nice=False)
     base = alt.Chart().encode(
         x=alt.X("x:Q", title=x, scale=scale, axis=axis),
-        y=alt.Y("y:Q", title=None, scale=up, axis=alt.Axis(values=_ticks(ends, log), format=",.6~g")),
+        y=alt.Y("y:Q", title=None, scale=up, axis=alt.Axis(values=_ticks(back(low), back(high), log), format=form)),
         color=colour,
         detail="label:N",
     )
-    wide = [_at(one["high"], log) - _at(one["low"], log) for one in points if "low" in one]
-    clear = statistics.median(wide or [0.0]) < 0.3 * (ends[1] - ends[0])  # else they would hide the curves
+    wide = [at(one["high"]) - at(one["low"]) for one in points if "low" in one]
+    clear = statistics.median(wide or [0.0]) < 0.3 * (high - low)  # else they would hide the curves
     bars = base.transform_filter("isValid(datum.low)").mark_rule(clip=True)
     tips = [alt.Tooltip("label:N", title="curve")]
     tips += [alt.Tooltip(field=key, type="nominal", title=key) for key in points[0] if key not in LOOK]
@@ -62,9 +80,11 @@ def lines(rows: Iterable[Row], x: str, y: str, width: Any, *, log: bool = False,
     dots = base.mark_point(filled=True, size=45, opacity=1).encode(
         shape=alt.Shape("shape:N", scale=None), opacity=faded, tooltip=tips, description=said
     )
-    names = alt.Chart(_data(_names(points, ends, log, height))).encode(y="y:Q", color=colour)
+    names = alt.Chart(alt.InlineData(values=_names(points, low, height / (high - low), height, log))).encode(
+        y="y:Q", color=colour
+    )
     start = [{"x": mark, "text": f"trained at {mark:,}" if mark > 1 else "training length"} for mark in marks]
-    trained = alt.Chart(_data(start)).encode(x="x:Q")
+    trained = alt.Chart(alt.InlineData(values=start)).encode(x="x:Q")
     shade = alt.condition(pick, alt.value(0.5), alt.value(0.0), empty=clear)
     layers = [
         *([bars.encode(y="low:Q", y2="high:Q", opacity=shade)] if wide else []),
@@ -80,35 +100,11 @@ def lines(rows: Iterable[Row], x: str, y: str, width: Any, *, log: bool = False,
         dots.add_params(pick).properties(name="points"),
     ]
     title = alt.TitleParams(y, anchor="start", fontSize=12, fontWeight="normal", frame="bounds", offset=14)
-    return alt.layer(*layers, data=_data(data)).properties(width=width, height=height, title=title)
+    return alt.layer(*layers, data=alt.InlineData(values=data)).properties(width=width, height=height, title=title)
 
 
-def _data(values: list[Row]) -> Any:
-    return alt.InlineData(values=values)
-
-
-def _drawn(value: Any, log: bool) -> float | None:
-    number = finite(value)
-    return None if number is None or (log and number <= 0) else number
-
-
-def _at(value: float, log: bool) -> float:
-    return math.log(value) if log else value
-
-
-def _back(value: float, log: bool) -> float:
-    return math.exp(value) if log else value
-
-
-def _domain(values: Sequence[float]) -> tuple[float, float]:
-    low, high = min(values), max(values)
-    pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return low - pad, high + pad
-
-
-def _ticks(ends: tuple[float, float], log: bool) -> list[float]:
+def _ticks(low: float, high: float, log: bool) -> list[float]:
     """Return about six round numbers."""
-    low, high = (_back(end, log) for end in ends)
     if log and high / low >= 5:
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         steps = (1, 2, 5) if len(decades) < 5 else (1,)
@@ -125,17 +121,15 @@ def _lengths(points: Sequence[Row]) -> list[float]:
     return found if len(found) < 10 else [power for power in powers if found[0] <= power <= found[-1]]
 
 
-def _names(points: Sequence[Row], ends: tuple[float, float], log: bool, height: int) -> list[Row]:
+def _names(points: Sequence[Row], low: float, scale: float, height: int, log: bool) -> list[Row]:
     """Return a name for each curve beside its last point, moved up or down so that none stand on each other."""
     last = {one["label"]: one for one in sorted(points, key=lambda one: float(one["x"]))}
     order = sorted(last.values(), key=lambda one: float(one["y"]))
-    scale = height / (ends[1] - ends[0])
-    places = [(_at(one["y"], log) - ends[0]) * scale for one in order]
+    places = [((math.log(one["y"]) if log else one["y"]) - low) * scale for one in order]
     for i in range(1, len(places)):  # each at least a gap above the one below it
         places[i] = max(places[i], places[i - 1] + GAP)
-    room = float(height)
     for i in reversed(range(len(places))):  # and none above the plot
-        places[i] = min(places[i], room)
-        room = places[i] - GAP
+        places[i] = min(places[i], height - GAP * (len(places) - 1 - i))
+    values = [math.exp(low + place / scale) if log else low + place / scale for place in places]
     names = [{key: one[key] for key in ("label", "colour", "x")} | {"end": one["y"]} for one in order]
-    return [one | {"y": _back(ends[0] + place / scale, log)} for one, place in zip(names, places, strict=True)]
+    return [one | {"y": value} for one, value in zip(names, values, strict=True)]

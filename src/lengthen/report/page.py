@@ -1,9 +1,7 @@
 """The page: one HTML file that holds its data, its style and its script, and asks no other host for anything.
 
-The template, the style and a short script are files of `assets/`; Vega, which draws the charts, is bundled in by
-vl-convert. All that comes from runs' files is escaped; the charts are JSON in a block of its own, in which `<`, `>` and
-`&` are written as escapes, so that no text can end it. A content security policy lets the browser run this one script,
-without `eval`, and load nothing.
+Vega, which draws the charts, is bundled in by vl-convert. All that comes from runs' files is escaped. A content
+security policy lets the browser run this one script, without `eval`, and load nothing.
 """
 
 from __future__ import annotations
@@ -35,20 +33,15 @@ def write_html(report: Report, path: str | Path) -> Path:
 def html(report: Report) -> str:
     """Return the page as text."""
     found = figures(report)
-    charts = {
-        section: [[figure.title, [panel.to_dict() for panel in figure.panels]] for figure in some]
-        for section, some in found.items()
-    }
+    charts = {name: [[panel.to_dict() for panel in figure.panels] for figure in some] for name, some in found.items()}
     data = json.dumps(charts, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        data = data.replace(character, f"\\u{ord(character):04x}")
     script = vl_convert.javascript_bundle(_asset("page.js")).strip()
     return Template(_asset("page.html")).substitute(
         title=escape(f"Perplexity by length: {', '.join(run.label for run in report.runs)}"),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         style=_asset("page.css"),
         body=sections.body(report, found),
-        data=data,
+        data=data.translate({ord(one): f"\\u{ord(one):04x}" for one in "<>&\u2028\u2029"}),  # no text ends the block
         script=script,
     )
 

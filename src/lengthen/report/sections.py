@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -48,7 +47,7 @@ def _answer(report: Report) -> str:
         "model " + _few(f"{layers} layers × {width} wide × {heads} heads" for layers, width, heads in size),
         "steps " + _few(shown(one.step) for one in records),
         "measured " + _few(run.date or "n.a." for run in report.runs),
-        f"“holds”: loss within 1 % of its best; × the training length; at most {max(one.length for one in records):,} tokens",
+        "“holds”: the loss is within 1 % of its best; × is the training length",
     ]
     different = len({(one.data, one.split) for run in report.runs for one in run.evaluations}) > 1
     warning = f"<p class=warning role=note>{escape(OTHER_TEXTS)}</p>" if different else ""
@@ -180,18 +179,13 @@ def _how(content: str) -> str:
 
 
 def command(curve: Curve) -> str:
-    """Return the command that measures a curve; several, where the stride goes with the length in a way of its own."""
-    halves = all(2 * (one.stride or 0) == one.length for one in curve.records)  # what `eval` takes itself
-    if curve.first.protocol == "sliding" and curve.stride is None and len(curve.records) > 1 and not halves:
-        return " && ".join(command(replace(curve, stride=one.stride, records=[one])) for one in curve.records)
+    """Return the command that measures a curve."""
     words = ["lengthen", "eval", curve.run.path, "--protocol", curve.first.protocol]
     words += ["--lengths", ",".join(str(one.length) for one in curve.records)]
     tokens = {one.tokens for one in curve.records}
-    options = {
-        "--stride": curve.stride,
-        "--block": curve.first.block,
-        "--tokens": tokens.pop() if len(tokens) == 1 else None,
-    }
+    options: dict[str, Any] = {"--block": curve.first.block, "--tokens": tokens.pop() if len(tokens) == 1 else None}
+    if curve.first.protocol == "sliding" and "length/2" not in curve.first.how:
+        options["--stride"] = curve.first.stride
     options["--split"] = None if curve.first.split == "validation" else curve.first.split
     words += [word for name, value in options.items() if value is not None for word in (name, str(value))]
     return shlex.join([*words, "--data", "DATA"])

@@ -44,15 +44,14 @@ ABOUT = {
     "papers": ("The papers", "Their tables are data of the package, measured by their authors on their data."),
 }
 HOW = (
-    "Perplexity is e to the mean loss, in nats, over all tokens scored. Its standard error is over documents; curves of "
-    "the same text share most of it, so they differ more surely than their bars suggest. At every length the same text "
-    "is scored, each token once. “Beside” a paper, whose corpus, vocabulary and model are others, curves are ratios: "
-    "perplexity over that at the training length, against length over training length; a curve that was not measured at "
-    "the training length is divided by the plain value there. What a token sees depends on the protocol:"
+    "Perplexity is e to the mean loss, in nats, over the tokens scored, the same ones at every length. Its standard "
+    "error is over documents; curves of the same text share most of it, so they differ more surely than their bars "
+    "suggest. “Beside” a paper, whose corpus, vocabulary and model are others, curves are ratios: perplexity over that at the "
+    "training length (of a curve that has none there, the plain value's). What a token sees depends on the protocol:"
 )
 READING = (
-    "Point at a point, or tap it, for its values; click a curve or its name to single it out, double-click for all. By "
-    "keys: Tab to the figure, arrows from point to point, Enter, Escape."
+    "Point at a point or tap it for its values; click a curve or its name to single it out, double-click for all. "
+    "Keys: Tab to the figure, arrows from point to point, Enter, Escape."
 )
 PROTOCOLS = {
     "nonoverlapping": "the text is cut into pieces of the length; a token sees what stands before it in its piece.",

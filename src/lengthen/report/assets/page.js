@@ -44,8 +44,8 @@ function walk(event, place) {
 for (const figure of document.querySelectorAll("figure[data-chart]")) {
   const choices = figures[figure.dataset.chart];
   const picker = figure.querySelector("select");
-  picker?.addEventListener("change", () => draw(figure, choices[picker.value][1]));
-  draw(figure, choices[0][1]);
+  picker?.addEventListener("change", () => draw(figure, choices[picker.value]));
+  draw(figure, choices[0]);
 }
 
 const root = document.documentElement;
