@@ -12,7 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import altair as alt
+try:
+    import altair as alt
+except ImportError:
+    raise ImportError('charts need altair and vl-convert: pip install "lengthen[report]"') from None
 
 from lengthen.report import papers
 from lengthen.report.collect import Report, Run, finite
@@ -212,8 +215,8 @@ def _map(cells: list[Row], kind: str, title: str, most: float, last: bool) -> An
         tooltip=[alt.Tooltip(field=key, type="nominal") for key in cells[0] if key not in ("shade", "row")],
     )
     rect = base.mark_rect().encode(color=alt.Color("shade:Q", scale=scale, legend=legend))
-    dark = alt.condition("datum.shade > 0.55", alt.value("white"), alt.value("#222222"))
-    text = base.mark_text(fontSize=10).encode(text="reach:N", color=dark)
+    dark = alt.ColorValue("#222222", condition={"test": "datum.shade > 0.55", "value": "white"})
+    text = base.mark_text(fontSize=10).encode(text=alt.Text("reach:N"), color=dark)
     size = {"width": 44 * wide, "height": 26 * high} if reach else {"width": 22 * wide, "height": 13 * high}
     named = alt.TitleParams(title, anchor="start", fontSize=12, fontWeight="normal")
     return alt.layer(rect, *([text] if reach else [])).properties(title=named, **size)

@@ -11,10 +11,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-try:
-    import altair as alt
-except ImportError:
-    raise ImportError('charts need altair and vl-convert: pip install "lengthen[report]"') from None
+import altair as alt
 
 from lengthen.report.collect import finite
 
@@ -22,17 +19,7 @@ Row = dict[str, Any]
 COLOURS = ("#0072b2", "#d55e00", "#009473", "#b8548a", "#b87a00", "#3590c8", "#8d66b0", "#9a6733", "#7d7d7d")
 SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
 DASHES = {"nonoverlapping": [1, 0], "full": [1, 0], "blockwise": [2, 3], "sliding": [7, 3], "window": [8, 3, 2, 3]}
-LOOK = {
-    "label",
-    "x",
-    "y",
-    "trained",
-    "low",
-    "high",
-    "colour",
-    "shape",
-    "dash",
-}  # of a row; what else it has is its tooltip
+LOOK = ("label", "x", "y", "low", "high", "trained", "colour", "shape", "dash")  # what else a row has is its tooltip
 HEIGHT, GAP = 320, 14  # pixels: of a plot, and between two names
 
 
@@ -47,11 +34,7 @@ def lines(rows: Iterable[Row], x: str, y: str, width: Any, log: bool = False, ma
     """Return the curves, with bars of one standard error and a rule at training lengths; none without a point."""
     form = ".3~s" if "bytes" in y else ",.6~g"
     at, back = (math.log, math.exp) if log else (float, float)
-    data = [
-        one | {"y": finite(one["y"]) if not log or (finite(one["y"]) or 0) > 0 else None}
-        for one in rows
-        if one["x"] > 0
-    ]
+    data = [one | {"y": finite(one["y"])} for one in rows if one["x"] > 0 and (not log or (finite(one["y"]) or 1) > 0)]
     points = [one for one in data if one["y"] is not None]  # where there is none, the curve is broken
     if not points:
         return None
@@ -60,23 +43,26 @@ def lines(rows: Iterable[Row], x: str, y: str, width: Any, log: bool = False, ma
     low, high = low - pad, high + pad
     height = max(HEIGHT, GAP * (len({one["label"] for one in points}) + 1))
     pick = alt.selection_point(name="pick", fields=["label"], on="click[datum && datum.label]", clear="dblclick")
-    faded = alt.condition(pick, alt.value(1.0), alt.value(0.12))
+    faded = alt.OpacityValue(0.12, condition={"param": "pick", "value": 1.0})
     colour = alt.Color("colour:N", scale=None)
     scale = alt.Scale(type="log", base=2, nice=False, padding=10)
     axis = alt.Axis(values=_lengths(points), format=",.4~g", labelOverlap="greedy", labelSeparation=4, grid=False)
-    up = alt.Scale(type="log" if log else "linear", domain=[back(low), back(high)], nice=False)
+    kind: Row = {"type": "log"} if log else {"type": "linear", "zero": False}
+    up = alt.Scale(domain=[back(low), back(high)], nice=False, **kind)
     base = alt.Chart().encode(
         x=alt.X("x:Q", title=x, scale=scale, axis=axis),
         y=alt.Y("y:Q", title=None, scale=up, axis=alt.Axis(values=_ticks(back(low), back(high), log), format=form)),
         color=colour,
-        detail="label:N",
+        detail=alt.Detail("label:N"),
     )
     wide = [at(one["high"]) - at(one["low"]) for one in points if "low" in one]
+    for one in [one for one in data if "low" in one]:  # bars end with the plot
+        one |= {"low": max(one["low"], back(low)), "high": min(one["high"], back(high))}
     clear = statistics.median(wide or [0.0]) < 0.3 * (high - low)  # else they would hide the curves
-    bars = base.transform_filter("isValid(datum.low)").mark_rule(clip=True)
+    bars = base.transform_filter("isValid(datum.low)").mark_rule()
     tips = [alt.Tooltip("label:N", title="curve")]
     tips += [alt.Tooltip(field=key, type="nominal", title=key) for key in points[0] if key not in LOOK]
-    said = alt.value(alt.ExprRef("datum.label + ', ' + datum.x + ': ' + datum.y"))  # for screen readers
+    said = alt.DescriptionValue(alt.ExprRef("datum.label + ', ' + datum.x + ': ' + datum.y"))  # for screen readers
     dots = base.mark_point(filled=True, size=45, opacity=1).encode(
         shape=alt.Shape("shape:N", scale=None), opacity=faded, tooltip=tips, description=said
     )
@@ -84,17 +70,19 @@ def lines(rows: Iterable[Row], x: str, y: str, width: Any, log: bool = False, ma
         y="y:Q", color=colour
     )
     start = [{"x": mark, "text": f"trained at {mark:,}" if mark > 1 else "training length"} for mark in marks]
-    trained = alt.Chart(alt.InlineData(values=start)).encode(x="x:Q")
-    shade = alt.condition(pick, alt.value(0.5), alt.value(0.0), empty=clear)
+    trained = alt.Chart(alt.InlineData(values=start)).encode(x=alt.X("x:Q"))
+    shade = alt.OpacityValue(0.0, condition={"param": "pick", "value": 0.5, "empty": clear})
     layers = [
-        *([bars.encode(y="low:Q", y2="high:Q", opacity=shade)] if wide else []),
+        *([bars.encode(y=alt.Y("low:Q"), y2=alt.Y2("high:Q"), opacity=shade)] if wide else []),
         trained.mark_rule(strokeDash=[3, 3], color="#8a8a8a"),
         trained.mark_text(align="left", baseline="bottom", dx=-4, dy=-4, color="#767676").encode(
-            y=alt.value(0), text="text:N"
+            y=alt.YValue(0), text=alt.Text("text:N")
         ),
-        names.mark_rule(strokeWidth=0.7, opacity=0.4).encode(x="x:Q", x2=alt.value("width"), y2="end:Q"),
+        names.mark_rule(strokeWidth=0.7, opacity=0.4).encode(
+            x=alt.X("x:Q"), x2=alt.X2Value("width"), y2=alt.Y2("end:Q")
+        ),
         names.mark_text(align="left", dx=9, fontSize=11, limit=190).encode(
-            x=alt.value("width"), text="label:N", opacity=faded
+            x=alt.XValue("width"), text=alt.Text("label:N"), opacity=faded
         ),
         base.mark_line(strokeWidth=2).encode(strokeDash=alt.StrokeDash("dash:N", scale=None), opacity=faded),
         dots.add_params(pick).properties(name="points"),

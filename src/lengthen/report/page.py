@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from functools import cache
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -33,9 +34,9 @@ def write_html(report: Report, path: str | Path) -> Path:
 def html(report: Report) -> str:
     """Return the page as text."""
     found = figures(report)
-    charts = {name: [[panel.to_dict() for panel in figure.panels] for figure in some] for name, some in found.items()}
-    data = json.dumps(charts, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    script = vl_convert.javascript_bundle(_asset("page.js")).strip()
+    specs = {name: [[panel.to_dict() for panel in one.panels] for one in some] for name, some in found.items()}
+    data = json.dumps(specs, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    script = _script()
     return Template(_asset("page.html")).substitute(
         title=escape(f"Perplexity by length: {', '.join(run.label for run in report.runs)}"),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -44,6 +45,11 @@ def html(report: Report) -> str:
         data=data.translate({ord(one): f"\\u{ord(one):04x}" for one in "<>&\u2028\u2029"}),  # no text ends the block
         script=script,
     )
+
+
+@cache
+def _script() -> str:
+    return vl_convert.javascript_bundle(_asset("page.js")).strip()  # with Vega, Vega-Lite and Vega-Embed
 
 
 def _asset(name: str) -> str:

@@ -46,8 +46,8 @@ ABOUT = {
 HOW = (
     "Perplexity is e to the mean loss, in nats, over the tokens scored, the same ones at every length. Its standard "
     "error is over documents; curves of the same text share most of it, so they differ more surely than their bars "
-    "suggest. “Beside” a paper, whose corpus, vocabulary and model are others, curves are ratios: perplexity over that at the "
-    "training length (of a curve that has none there, the plain value's). What a token sees depends on the protocol:"
+    "suggest. “Beside” a paper, whose corpus, vocabulary and model are others, curves are ratios: perplexity over "
+    "that at the training length (of a curve that has none there, the plain value's). What a token sees:"
 )
 READING = (
     "Point at a point or tap it for its values; click a curve or its name to single it out, double-click for all. "
