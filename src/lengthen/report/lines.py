@@ -34,7 +34,7 @@ def lines(rows: Iterable[Row], x: str, y: str, width: Any, log: bool = False, ma
     """Return the curves, with bars of one standard error and a rule at training lengths; none without a point."""
     form = ".3~s" if "bytes" in y else ",.6~g"
     at, back = (math.log, math.exp) if log else (float, float)
-    data = [one | {"y": finite(one["y"])} for one in rows if one["x"] > 0 and (not log or (finite(one["y"]) or 1) > 0)]
+    data = [one | {"y": finite(one["y"])} for one in rows if one["x"] > 0 and not (log and one["y"] <= 0)]
     points = [one for one in data if one["y"] is not None]  # where there is none, the curve is broken
     if not points:
         return None
@@ -76,13 +76,11 @@ def lines(rows: Iterable[Row], x: str, y: str, width: Any, log: bool = False, ma
         *([bars.encode(y=alt.Y("low:Q"), y2=alt.Y2("high:Q"), opacity=shade)] if wide else []),
         trained.mark_rule(strokeDash=[3, 3], color="#8a8a8a"),
         trained.mark_text(align="left", baseline="bottom", dx=-4, dy=-4, color="#767676").encode(
-            y=alt.YValue(0), text=alt.Text("text:N")
+            y=alt.value(0), text=alt.Text("text:N")
         ),
-        names.mark_rule(strokeWidth=0.7, opacity=0.4).encode(
-            x=alt.X("x:Q"), x2=alt.X2Value("width"), y2=alt.Y2("end:Q")
-        ),
+        names.mark_rule(strokeWidth=0.7, opacity=0.4).encode(x=alt.X("x:Q"), x2=alt.value("width"), y2=alt.Y2("end:Q")),
         names.mark_text(align="left", dx=9, fontSize=11, limit=190).encode(
-            x=alt.XValue("width"), text=alt.Text("label:N"), opacity=faded
+            x=alt.value("width"), text=alt.Text("label:N"), opacity=faded
         ),
         base.mark_line(strokeWidth=2).encode(strokeDash=alt.StrokeDash("dash:N", scale=None), opacity=faded),
         dots.add_params(pick).properties(name="points"),
