@@ -149,11 +149,8 @@ def collect(paths: Iterable[str | Path]) -> Report:
         if not place.exists():
             raise FileNotFoundError(f"{word}: expected the folder of a run, got none; `lengthen train` makes one")
     found = {word: _run(word) for word in words}
-    notes = [
-        f"{word}: no measurements; `{shlex.join(['lengthen', 'eval', word])}` makes them"
-        for word, run in found.items()
-        if run is None
-    ]
+    makes = {word: f"; `{shlex.join(['lengthen', 'eval', word])}` makes them" * Path(word).is_dir() for word in words}
+    notes = [f"{word}: no measurements{makes[word]}" for word, run in found.items() if run is None]
     runs = [run for run in found.values() if run is not None]
     if not runs:
         raise ValueError("\n".join(["runs: expected a folder with measurements, got none", *notes]))

@@ -42,7 +42,7 @@ def lines(rows: Iterable[Row], x: str, y: str, width: Any, log: bool = False, ma
     pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     low, high = low - pad, high + pad
     height = max(HEIGHT, GAP * (len({one["label"] for one in points}) + 1))
-    pick = alt.selection_point(name="pick", fields=["label"], on="click[datum && datum.label]", clear="dblclick")
+    pick = alt.selection_point(name="pick", fields=["label"], on="click", clear="dblclick")
     faded = alt.OpacityValue(0.12, condition={"param": "pick", "value": 1.0})
     colour = alt.Color("colour:N", scale=None)
     scale = alt.Scale(type="log", base=2, nice=False, padding=10)
@@ -75,10 +75,12 @@ def lines(rows: Iterable[Row], x: str, y: str, width: Any, log: bool = False, ma
     layers = [
         *([bars.encode(y=alt.Y("low:Q"), y2=alt.Y2("high:Q"), opacity=shade)] if wide else []),
         trained.mark_rule(strokeDash=[3, 3], color="#8a8a8a"),
-        trained.mark_text(align="left", baseline="bottom", dx=-4, dy=-4, color="#767676").encode(
+        trained.mark_text(align="left", baseline="bottom", dx=-4, dy=-4, color="#767676", aria=False).encode(
             y=alt.value(0), text=alt.Text("text:N")
         ),
-        names.mark_rule(strokeWidth=0.7, opacity=0.4).encode(x=alt.X("x:Q"), x2=alt.value("width"), y2=alt.Y2("end:Q")),
+        names.mark_rule(strokeWidth=0.7, opacity=0.4).encode(
+            x=alt.X("x:Q"), x2=alt.value("width"), y=alt.Y("end:Q"), y2=alt.Y2("y:Q")
+        ),
         names.mark_text(align="left", dx=9, fontSize=11, limit=190).encode(
             x=alt.value("width"), text=alt.Text("label:N"), opacity=faded
         ),
