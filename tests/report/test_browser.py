@@ -1,10 +1,11 @@
-"""The page in headless Chromium: it draws, answers pointer, finger and keys, fits a phone, prints, and asks for nothing."""
+"""The page in headless Chromium: it draws, answers pointer, finger and keys, fits a phone, prints, asks for nothing."""
 
 from __future__ import annotations
 
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def test_names_do_not_overlap_and_stay_inside(visit: Open) -> None:
         boxes = [one.bounding_box() for one in page.locator(f"{HEADLINE} .mark-text.role-mark text").all()]
         assert all(box["x"] + box["width"] <= width for box in boxes)
         tops = sorted(box["y"] for box in boxes)
-        assert min(b - a for a, b in zip(tops, tops[1:], strict=False)) > 10
+        assert min(b - a for a, b in pairwise(tops)) > 10
 
 
 def test_pointing_tells_values_and_a_click_singles_out(visit: Open) -> None:

@@ -6,6 +6,7 @@ import math
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -68,4 +69,4 @@ def test_names_at_line_ends_do_not_overlap(tmp_path: Path) -> None:
     ends = sorted(one["y"] for one in chart["datasets"][names["data"]["name"]])
     pixels = [(end - low) / (high - low) * chart["height"] for end in ends]
     assert 0 <= min(pixels) < max(pixels) <= chart["height"]
-    assert min(b - a for a, b in zip(pixels, pixels[1:], strict=False)) > 13.9
+    assert min(b - a for a, b in pairwise(pixels)) > 13.9

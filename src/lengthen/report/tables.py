@@ -20,7 +20,12 @@ def write_csv(report: Report, folder: str | Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name in NAMES:
-        found = [{"run": run.path, **about(run, name), **row} for run in report.runs for row in rows(run, name)]
+        found = []
+        for run in report.runs:
+            about = {"run": run.path, "positions": run.positions, "train_length": run.train_length}
+            made = run.analyses.get("positions" if name == "curse" else name)
+            about |= {"checkpoint": made.checkpoint, "data": made.data} if made else {}
+            found += [{**about, **row} for row in rows(run, name)]
         if found:
             text = io.StringIO(newline="")
             writer = csv.DictWriter(text, list(found[0]), lineterminator="\n")  # None is written as nothing
@@ -29,13 +34,6 @@ def write_csv(report: Report, folder: str | Path) -> list[Path]:
             written.append(folder / f"{name}.csv")
             write_bytes(written[-1], text.getvalue().encode(errors="replace"))  # JSON may hold half a character
     return written
-
-
-def about(run: Run, name: str) -> Table:
-    """Return the columns that say what a row is of."""
-    own = {"positions": run.positions, "train_length": run.train_length}
-    made = run.analyses.get("positions" if name == "curse" else name)
-    return own if made is None else {**own, "checkpoint": made.checkpoint, "data": made.data}
 
 
 def rows(run: Run, name: str) -> list[Table]:
