@@ -34,22 +34,27 @@ def test_the_page_alone(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_tables_and_figures_too(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     out, csv, figures = tmp_path / "page.html", tmp_path / "csv", tmp_path / "figures"
     words = ["-o", str(out), "--csv", str(csv), "--figures", str(figures), "--formats", "svg, pdf"]
     assert report.run(arguments(str(folder), *words)) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said == list(
-        map(str, [out, csv / "evaluation.csv", *(figures / f"perplexity.{f}" for f in ("svg", "pdf"))])
-    ) + [str(figures / f"{name}.{form}") for name in ("loss", "perplexity_relative") for form in ("svg", "pdf")]
+    names = [f"{name}.{form}" for name in ("loss", "perplexity", "perplexity_relative") for form in ("pdf", "svg")]
+    assert said == list(map(str, [out, csv / "evaluation.csv", *(figures / name for name in names)]))
     assert all(Path(path).stat().st_size for path in said)
 
 
-def test_a_run_that_was_not_measured_is_named(folder: Path, tmp_path: Path) -> None:
-    (folder / "evaluation.jsonl").unlink()
-    with pytest.raises(FileNotFoundError, match=r"run: has no evaluation.jsonl; `lengthen eval .*run` makes it"):
-        report.run(arguments(str(folder), "-o", str(tmp_path / "page.html")))
-    assert not (tmp_path / "page.html").exists()
+def test_a_run_without_results_is_left_out_with_a_note(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty, out = tmp_path / "empty", tmp_path / "page.html"
+    empty.mkdir()
+    assert report.run(arguments(str(empty), str(folder), "-o", str(out))) == 0
+    assert f"left out: {empty}: no measurements; `lengthen eval {empty}` makes them" in capsys.readouterr().err
+    assert f"lengthen eval {empty}" in out.read_text(encoding="utf-8")
+    out.unlink()
+    with pytest.raises(ValueError, match="expected a folder with measurements, got none"):
+        report.run(arguments(str(empty), "-o", str(out)))
+    assert not out.exists()
 
 
 def test_the_commands_on_the_page_are_commands(folder: Path) -> None:

@@ -1,32 +1,36 @@
-"""The page in headless Chromium: it renders, answers pointer and keys, fits a phone, prints, and asks for nothing."""
+"""The page in headless Chromium: it draws, answers pointer, finger and keys, fits a phone, prints, asks for nothing."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import browser
 import made_up
 import pytest
 
 from lengthen.report import collect, write_html
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(browser.find() is None, reason=f"no browser: none of {', '.join(browser.NAMES)} is on the PATH"),
-]
+playwright = pytest.importorskip("playwright.sync_api")
+PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason="no Chromium on the PATH")]
 
 HEADLINE = "[data-chart=perplexity]"
-CURVES = 8  # four methods, plain and blockwise
+LINES = f"{HEADLINE} .mark-line.role-mark path"
+POINTS = f"{HEADLINE} .mark-symbol.role-mark path"
+TIP = "#vg-tooltip-element.visible"
+Open = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
-    with browser.Browser(tmp_path_factory.mktemp("profile")) as started:
-        yield started
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        program = started.chromium.launch(executable_path=PROGRAM, args=["--no-sandbox"])
+        yield program
+        program.close()
 
 
 @pytest.fixture(scope="module")
@@ -37,210 +41,136 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def page(program: browser.Browser, address: str) -> Iterator[browser.Browser]:
-    """The page, freshly opened; whatever a test does, nothing goes wrong in the console and nothing is asked for."""
-    program.call("Emulation.setEmulatedMedia", media="", features=[])
-    program.size(1100, 900)
-    program.call("Page.navigate", url="about:blank")
-    program.events.clear()
-    program.open(address)
-    yield program
-    program.settle()
-    assert program.troubles() == []
-    assert set(program.requests()) <= {address, "data:,"}
-    assert address in program.requests()
+def visit(browser: Any, address: str) -> Iterator[Open]:
+    """Open the page, drawn; whatever a test does, the console stays empty and nothing is asked for."""
+    said: list[str] = []
+    asked: list[str] = []
+    contexts = []
+
+    def make(path: str = address, **options: Any) -> Any:
+        context = browser.new_context(offline=True, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(path)
+        count = page.locator("figure[data-chart]").count()
+        page.wait_for_function(
+            f"() => document.querySelectorAll('figure .plot > div:first-child svg').length === {count}"
+        )
+        return page
+
+    yield make
+    assert said == []
+    assert all(url.startswith(("file:", "data:")) for url in asked)
+    assert sum(url.startswith("file:") for url in asked) == len(contexts)
+    for context in contexts:
+        context.close()
 
 
-def count(page: browser.Browser, selector: str) -> Any:
-    return page.run(f"document.querySelectorAll({selector!r}).length")
+def test_it_draws(visit: Open) -> None:
+    page = visit()
+    assert page.locator(LINES).count() == 8  # four methods, plain and blockwise
+    assert page.locator(POINTS).count() == 4 * (5 + 4)
+    names = page.locator(f"{HEADLINE} .mark-text.role-mark text").all_text_contents()
+    assert {"alibi", "rotary · blockwise 32", "trained at 64"} <= set(names)
+    assert page.locator("[data-chart=reach] .plot > div").count() == 4
+    assert page.locator("[data-chart=distance] .plot > div:first-child .mark-rect.role-mark path").count() == 8 * 12
+    assert page.locator("details[open]").count() == 0
 
 
-def text(page: browser.Browser, selector: str) -> str:
-    return str(page.run(f"document.querySelector({selector!r}).textContent"))
+def test_names_do_not_overlap_and_stay_inside(visit: Open) -> None:
+    for width in (1280, 390):
+        page = visit(viewport={"width": width, "height": 900})
+        boxes = [one.bounding_box() for one in page.locator(f"{HEADLINE} .mark-text.role-mark text").all()]
+        assert all(box["x"] + box["width"] <= width for box in boxes)
+        tops = sorted(box["y"] for box in boxes)
+        assert min(b - a for a, b in pairwise(tops)) > 10
 
 
-def ticks(page: browser.Browser) -> Any:
-    """Return the labels along the headline's axis of lengths."""
-    code = f"[...document.querySelectorAll('{HEADLINE} > svg text[text-anchor=middle]')].map((one) => one.textContent)"
-    return page.run(code)
-
-
-def plot(page: browser.Browser) -> tuple[float, float, float, float]:
-    """Return the place of the headline's drawing on the screen, scrolled into view."""
-    page.run(f"document.querySelector('{HEADLINE} > svg').scrollIntoView({{block: 'center'}})")
-    code = f"(() => {{ const b = document.querySelector('{HEADLINE} > svg').getBoundingClientRect();"
-    left, top, width, height = page.run(code + " return [b.left, b.top, b.width, b.height]; })()")
-    return left, top, width, height
-
-
-def drag(page: browser.Browser) -> None:
-    left, top, width, height = plot(page)
-    x, y = left + width * 0.3, top + height * 0.2
-    page.mouse("mousePressed", x, y, clicks=1, held=True)
-    for step in (0.2, 0.6, 1.0):
-        page.mouse("mouseMoved", x + width * 0.3 * step, y + height * 0.4 * step, held=True)
-    page.mouse("mouseReleased", x + width * 0.3, y + height * 0.4, clicks=1)
-    page.settle()
-
-
-def test_it_renders(page: browser.Browser) -> None:
-    assert count(page, f"{HEADLINE} > svg path.curve") == CURVES
-    assert count(page, f"{HEADLINE} .legend button") == CURVES
-    assert text(page, f"{HEADLINE} .marked") == "trained at 64"
-    assert ticks(page) == ["64", "128", "256", "512", "1,024"]
-    for chart in ("resolution", "positions", "speed", "recall"):
-        assert count(page, f"[data-chart={chart}] > svg path.curve") >= 4
-    assert count(page, "[data-maps=reach] figure") == 4
-    assert count(page, "[data-maps=reach] rect.cell") == 4 * 16
-    assert count(page, "[data-maps=distance] rect.cell") == 4 * 8 * 12
-
-
-def test_a_legend_entry_hides_its_curve_and_shows_it_again(page: browser.Browser) -> None:
-    entry = f"{HEADLINE} .legend button:nth-child(7)"
-    assert text(page, entry) == "sinusoidal"
-    before = text(page, f"{HEADLINE} > svg")
-    page.click(entry)
-    assert count(page, f"{HEADLINE} > svg path.curve") == CURVES - 1
-    assert count(page, f"{HEADLINE} > svg g[data-series='6']") == 0
-    assert page.run(f"document.querySelector('{entry}').getAttribute('aria-pressed')") == "false"
-    assert text(page, f"{HEADLINE} > svg") != before  # the axis follows what is shown
-    page.run(f"document.querySelector('{entry}').focus()")
-    page.call("Input.dispatchKeyEvent", type="keyDown", key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r")
-    page.settle()
-    assert count(page, f"{HEADLINE} > svg path.curve") == CURVES
-
-
-def test_dragging_zooms_and_a_double_click_resets(page: browser.Browser) -> None:
-    before = ticks(page)
-    drag(page)
-    assert ticks(page) != before
-    assert page.run(f"document.querySelector('{HEADLINE} .reset').hidden") is False
-    left, top, width, height = plot(page)
-    for clicks in (1, 2):
-        for kind in ("mousePressed", "mouseReleased"):
-            page.mouse(kind, left + width / 2, top + height / 2, clicks=clicks)
-    page.settle()
-    assert ticks(page) == before
-    drag(page)
-    assert ticks(page) != before
-    page.click(f"{HEADLINE} .reset")
-    assert ticks(page) == before
-
-
-def test_hovering_tells_protocol_tokens_and_error(page: browser.Browser) -> None:
-    plot(page)
-    point = f"{HEADLINE} > svg g[data-series='6'] path.point:last-of-type"
-    page.mouse("mouseMoved", *page.middle(point))
-    page.settle()
-    said = text(page, "#tip")
-    assert page.run("document.getElementById('tip').hidden") is False
-    loss = made_up.evaluation("sinusoidal", 1024)["loss"]
-    for part in ("sinusoidal", "length 1,024", "nonoverlapping", "65,536 tokens, 37 documents", "step-00002000"):
+def test_pointing_tells_values_and_a_click_singles_out(visit: Open) -> None:
+    page = visit()
+    page.locator(POINTS).last.hover()
+    said = page.locator(TIP).inner_text()
+    for part in ("curve", "sinusoidal · blockwise 32", "1,024", "65,536 tokens, 37 documents", "step-00002000"):
         assert part in said
-    assert re.search(rf"perplexity a token: {math.exp(loss):.1f} ± {math.exp(loss) * 0.02:.1f}", said)
-    page.mouse("mouseMoved", 5, 5)
-    page.settle()
-    assert page.run("document.getElementById('tip').hidden") is True
+    page.locator(POINTS).last.click()
+    faded = f"[...document.querySelectorAll('{LINES}')].filter((one) => one.getAttribute('opacity') < 1).length"
+    page.wait_for_function(f"() => {faded} === 7")
+    page.locator(POINTS).last.dblclick()
+    page.wait_for_function(f"() => {faded} === 0")
 
 
-def test_keys_read_points_and_zoom(page: browser.Browser) -> None:
-    page.run(f"document.querySelector('{HEADLINE} > svg').focus()")
-    page.key("ArrowRight")
-    assert "length 64" in text(page, "#tip")
-    page.key("ArrowRight")
-    page.key("ArrowDown")
-    assert "alibi · blockwise 32" in text(page, "#tip")
-    before = ticks(page)
-    page.key("+")
-    assert ticks(page) != before
-    page.key("0")
-    assert ticks(page) == before
+def test_keys_go_from_point_to_point_and_from_curve_to_curve(visit: Open) -> None:
+    page = visit()
+    page.locator(f"{HEADLINE} svg").focus()
+    page.keyboard.press("ArrowRight")
+    assert "alibi" in page.locator(TIP).inner_text()
+    assert "64" in page.locator(TIP).inner_text()
+    page.keyboard.press("ArrowRight")
+    assert "128" in page.locator(TIP).inner_text()
+    page.keyboard.press("ArrowDown")
+    assert "alibi · blockwise 32" in page.locator(TIP).inner_text()
 
 
-def test_measures_scale_and_papers(page: browser.Browser) -> None:
-    title = f"{HEADLINE} > svg text.title"
-    pick = f"(() => {{ const p = document.querySelector('{HEADLINE} .measure'); p.value = 'bits_per_byte';"
-    page.run(pick + " p.dispatchEvent(new Event('change')); })()")
-    assert text(page, title) == "bits a byte"
-    page.click(f"{HEADLINE} .papers")
-    assert text(page, title) == "perplexity ÷ that at the training length"
-    assert count(page, f"{HEADLINE} > svg g.paper") == 11
-    assert "×1" in ticks(page)
-    curve = f"document.querySelector('{HEADLINE} > svg path.curve').getAttribute('d')"
-    before = page.run(curve)
-    page.click(f"{HEADLINE} .log")
-    assert page.run(curve) != before
-    page.click(f"{HEADLINE} .others button")
-    assert count(page, f"{HEADLINE} > svg g.paper") == 10
-    page.click(f"{HEADLINE} .papers")
-    assert count(page, f"{HEADLINE} > svg g.paper") == 0
-    assert text(page, title) == "perplexity a token"
+def test_other_measures_and_the_papers_can_be_chosen(visit: Open) -> None:
+    page = visit()
+    titles = f"{HEADLINE} .role-title-text"
+    page.select_option(f"{HEADLINE} select", label="bits per byte")
+    page.wait_for_function(f"() => document.querySelector('{titles}').textContent === 'bits per byte'")
+    page.select_option(f"{HEADLINE} select", index=4)
+    page.wait_for_function(f"() => document.querySelectorAll('{LINES}').length > 15")
+    assert "LEX: rotary @ 1,024" in page.locator(f"{HEADLINE} .mark-text.role-mark text").all_text_contents()
 
 
-def test_error_bars_can_be_left_out(page: browser.Browser) -> None:
-    assert count(page, f"{HEADLINE} > svg line.band") == 4 * 5 + 4 * 4
-    page.click(f"{HEADLINE} .bars")
-    assert count(page, f"{HEADLINE} > svg line.band") == 0
-    assert count(page, "[data-chart=positions] .bars") == 0  # which has none
-
-
-def test_light_and_dark(page: browser.Browser) -> None:
+def test_light_and_dark(visit: Open) -> None:
     colour = "getComputedStyle(document.body).backgroundColor"
-    light = page.run(colour)
-    page.click("#theme")
-    dark = page.run(colour)
-    assert (light, dark) == ("rgb(255, 255, 255)", "rgb(20, 24, 28)")
-    page.click("#theme")
-    assert page.run(colour) == light
-    page.run("delete document.documentElement.dataset.theme")
-    page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
-    page.settle()
-    assert page.run(colour) == dark
-    page.click("#theme")
-    assert page.run(colour) == light
+    light, dark = (visit(color_scheme=scheme) for scheme in ("light", "dark"))
+    assert (light.evaluate(colour), dark.evaluate(colour)) == ("rgb(255, 255, 255)", "rgb(20, 24, 28)")
+    light.click("#theme")
+    dark.click("#theme")
+    assert (light.evaluate(colour), dark.evaluate(colour)) == ("rgb(20, 24, 28)", "rgb(255, 255, 255)")
 
 
-@pytest.mark.parametrize("width", [320, 390, 768])
-def test_a_phone_need_not_scroll_sideways(page: browser.Browser, width: int) -> None:
-    page.size(width, 844, mobile=True)
-    page.click(f"{HEADLINE} .papers")
-    for details in ("open", ""):
-        page.run(f"for (const one of document.querySelectorAll('details')) one.open = {'true' if details else 'false'}")
-        page.settle()
-        assert page.run("document.documentElement.scrollWidth") == width
-    assert page.run(f"document.querySelector('{HEADLINE} > svg').getBoundingClientRect().width") <= width
-    size = f"document.querySelector('{HEADLINE} > svg').getBoundingClientRect().width / "
-    assert page.run(size + f"document.querySelector('{HEADLINE} > svg').viewBox.baseVal.width") == pytest.approx(1)
+@pytest.mark.parametrize("width", [320, 390])
+def test_a_phone_need_not_scroll_sideways_and_a_tap_tells(visit: Open, width: int) -> None:
+    page = visit(viewport={"width": width, "height": 844}, is_mobile=True, has_touch=True)
+    for opened in ("true", "false"):
+        page.evaluate(f"for (const one of document.querySelectorAll('details')) one.open = {opened}")
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+    page.locator(POINTS).nth(2).scroll_into_view_if_needed()
+    page.locator(POINTS).nth(2).tap()
+    assert "65,536 tokens" in page.locator(TIP).inner_text()
+    table = page.locator("details:has(.scroll) >> nth=0")
+    table.locator("summary").click()
+    assert table.locator(".scroll").evaluate("(one) => one.scrollWidth > one.clientWidth")
 
 
-def test_it_prints_in_ink_with_how_numbers_were_made(page: browser.Browser) -> None:
-    page.click("#theme")
-    opened = "window.opened = document.querySelectorAll('details.how[open]').length"
-    page.run(f"addEventListener('beforeprint', () => {{ {opened} }})")
-    paper = page.pdf()
-    assert paper.startswith(b"%PDF")
-    assert page.run("window.opened") == 7
-    assert count(page, "details.how[open]") == 0
-    page.call("Emulation.setEmulatedMedia", media="print")
-    page.settle()
-    assert page.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert page.run("getComputedStyle(document.querySelector('#theme')).display") == "none"
+def test_it_prints_in_ink_with_how_numbers_were_made(visit: Open) -> None:
+    page = visit(color_scheme="dark")
+    page.evaluate(
+        "addEventListener('beforeprint', () => { window.n = document.querySelectorAll('.how[open]').length })"
+    )
+    assert page.pdf().startswith(b"%PDF")
+    assert page.evaluate("window.n") == 6
+    assert page.locator("details.how[open]").count() == 0
+    page.emulate_media(media="print")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
 
 
-def test_bad_numbers_and_odd_names(program: browser.Browser, tmp_path: Path) -> None:
+def test_bad_numbers_odd_names_and_many_runs(visit: Open, tmp_path: Path) -> None:
     evil = "</script><img src=x onerror=alert(2)>"
     lines = [made_up.evaluation(evil, 64), made_up.evaluation(evil, 128, loss=math.inf, perplexity=math.inf)]
     lines.append(made_up.evaluation(evil, 256, loss=math.nan, perplexity=math.nan))
     lines.append(made_up.evaluation(evil, 512, loss=None, perplexity=None, tokens_per_second=None))
-    folder = made_up.write(tmp_path / "run", lines=lines, full=False)
-    program.events.clear()
-    program.open(write_html(collect([folder]), tmp_path / "odd.html").as_uri())
-    assert count(program, f"{HEADLINE} > svg path.curve") == 1
-    notes = f"[...document.querySelectorAll('{HEADLINE} > svg text.note')].map((one) => one.textContent)"
-    assert program.run(notes) == ["∞", "n.a."]
-    assert count(program, "img") == 0
-    for option in program.run(f"[...document.querySelectorAll('{HEADLINE} .measure option')].map((one) => one.value)"):
-        pick = f"(() => {{ const p = document.querySelector('{HEADLINE} .measure'); p.value = '{option}';"
-        program.run(pick + " p.dispatchEvent(new Event('change')); })()")
-    assert program.run("document.body.innerHTML.includes('NaN')") is False
-    assert program.troubles() == []
+    runs = [made_up.write(tmp_path / "odd", lines=lines, full=False)]
+    runs += [made_up.write(tmp_path / f"{n}" / "same", "alibi", full=False) for n in range(20)]
+    page = visit(write_html(collect(runs), tmp_path / "odd.html").as_uri(), viewport={"width": 390, "height": 844})
+    assert page.locator(POINTS).count() == 1 + 20 * 5
+    page.locator(f"{HEADLINE} svg").focus()
+    page.keyboard.press("ArrowRight")
+    assert evil in page.locator(TIP).inner_text()
+    assert page.locator("img").count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert "NaN" not in page.locator("body").inner_text()

@@ -12,7 +12,8 @@ import pytest
 from made_up import LENGTHS, evaluation, write
 
 from lengthen.report import Report, collect
-from lengthen.report.style import COLOURS, METHODS, colours
+from lengthen.report.charts import METHODS, colours
+from lengthen.report.lines import COLOURS
 
 
 def test_everything_of_a_run_is_read(report: Report) -> None:
@@ -21,7 +22,7 @@ def test_everything_of_a_run_is_read(report: Report) -> None:
     assert run.training == {"steps": 5, "loss": 3.5, "tokens_per_second": 15003.0}
     assert set(run.analyses) == {"resolution", "positions", "reach", "distance", "recall"}
     assert [curve.label for curve in report.curves][:2] == ["alibi", "alibi · blockwise 32"]
-    assert [record["length"] for record in report.curves[0].records] == list(LENGTHS)
+    assert [one.length for one in report.curves[0].records] == list(LENGTHS)
 
 
 def test_evaluation_alone_is_enough(tmp_path: Path) -> None:
@@ -32,7 +33,7 @@ def test_evaluation_alone_is_enough(tmp_path: Path) -> None:
 def test_a_later_line_replaces_an_earlier_one(one: Callable[..., Report]) -> None:
     first, other = evaluation("alibi", 64), evaluation("alibi", 128)
     report = one(first, other, {**first, "loss": 1.0, "tokens": 5})
-    assert [(r["length"], r["loss"]) for r in report.curves[0].records] == [(64, 1.0), (128, other["loss"])]
+    assert [(r.length, r.loss) for r in report.curves[0].records] == [(64, 1.0), (128, other["loss"])]
 
 
 @pytest.mark.parametrize("torn", ['{"kind": "evaluation", "len', '{"kind": "evaluation", "protocol": "nonov', "7"])
@@ -55,7 +56,7 @@ def test_only_the_newest_checkpoint_is_drawn_and_all_are_kept(one: Callable[...,
     old = [evaluation("alibi", n, checkpoint="step-00001000", step=1000, loss=3.0) for n in (64, 128, 256)]
     report = one(*[evaluation("alibi", n) for n in (64, 128)], *old)
     (curve,) = report.curves
-    assert curve.checkpoint == "step-00002000"
+    assert curve.first.checkpoint == "step-00002000"
     assert len(curve.records) == 2
     assert len(report.runs[0].evaluations) == 5
 
@@ -106,22 +107,32 @@ def test_runs_have_colours_of_their_own(tmp_path: Path) -> None:
     found = colours(runs)
     assert len(set(found)) == len(names)
     assert [found[0], found[2], found[4]] == [METHODS[name] for name in ("alibi", "xpos", "rotary")]
-    assert len(colours(runs * 3)) == 3 * len(names)
-    assert max(colours(runs * 3)) < len(COLOURS)
+    assert len(set(colours(runs * 3))) == 3 * len(names)  # beyond the palette, markers differ
 
 
-def test_missing_folders_and_files_are_named_with_the_command(tmp_path: Path) -> None:
+def test_colours_are_seen_on_white_and_on_black() -> None:
+    def light(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    for colour in COLOURS:
+        assert 1.05 / (light(colour) + 0.05) >= 3
+        assert (light(colour) + 0.05) / (light("#14181c") + 0.05) >= 3
+
+
+def test_runs_without_results_are_noted_and_missing_folders_are_errors(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"nowhere: expected the folder of a run, got none; `lengthen train`"):
         collect([tmp_path / "nowhere"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"empty: has no evaluation.jsonl; `lengthen eval .*empty` makes it"):
-        collect([tmp_path / "empty"])
-    (tmp_path / "empty" / "evaluation.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"expected measurements, got none; `lengthen eval"):
-        collect([tmp_path / "empty"])
-    with pytest.raises(ValueError, match="at least one folder"):
-        collect([])
     folder = write(tmp_path / "run")
+    report = collect([tmp_path / "empty", folder])
+    assert [run.path for run in report.runs] == [str(folder)]
+    assert report.notes == [f"{tmp_path / 'empty'}: no measurements; `lengthen eval {tmp_path / 'empty'}` makes them"]
+    (tmp_path / "empty" / "evaluation.jsonl").write_text('{"kind": "other"}\n')
+    for paths in ([tmp_path / "empty"], []):
+        with pytest.raises(ValueError, match="expected a folder with measurements, got none"):
+            collect(paths)
     with pytest.raises(ValueError, match="each folder once"):
         collect([folder, tmp_path / "empty" / ".." / "run"])
 
@@ -129,17 +140,17 @@ def test_missing_folders_and_files_are_named_with_the_command(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"loss": "2"}, "loss: expected a number, got '2'"),
-        ({"length": None}, "length: expected a whole number, got None"),
-        ({"length": True}, "length: expected a whole number, got True"),
-        ({"length": 0}, "length: expected at least 1, got 0"),
-        ({"protocol": 3}, "protocol: expected text, got 3"),
+        ({"loss": "2"}, "line 1: loss: expected a number or none, got '2' (str)"),
+        ({"length": None}, "line 1: length: expected a whole number, got None"),
+        ({"length": True}, "line 1: length: expected a whole number, got True"),
+        ({"length": 0}, "line 1: length: expected at least 1, got 0"),
+        ({"protocol": 3}, "line 1: protocol: expected a word, got 3"),
         ({"train_length": 0}, "train_length: expected at least 1, got 0"),
         ({"positions": None}, "expected `positions` in config.toml or evaluation.jsonl, got None"),
     ],
 )
 def test_wrong_values_are_named(one: Callable[..., Report], change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match="run") as error:
+    with pytest.raises((TypeError, ValueError), match="run") as error:
         one({**evaluation("alibi", 64), **change})
     assert said in str(error.value)
 
@@ -147,7 +158,7 @@ def test_wrong_values_are_named(one: Callable[..., Report], change: dict[str, An
 def test_a_line_without_its_length_is_named(one: Callable[..., Report]) -> None:
     line = evaluation("alibi", 64)
     del line["length"]
-    with pytest.raises(ValueError, match=r"line 1: expected `length`"):
+    with pytest.raises(ValueError, match=r"line 1: length: expected a value, got none"):
         one(line)
 
 
@@ -156,14 +167,16 @@ def test_analyses_that_are_not_what_they_should_be_are_named(tmp_path: Path) -> 
     path = folder / "analysis" / "reach.json"
     for text, said in (
         ("{", "expected JSON"),
-        ("[]", "list `rows`"),
-        ('{"rows": [{"length": 3}]}', "expected `reach`"),
-        ('{"rows": [{"length": "3", "reach": []}]}', "length: expected whole numbers, got 3"),
-        ('{"rows": [{"length": 3, "reach": [1]}]}', "reach: expected lists of lists of numbers"),
+        ("[]", "expected a table"),
+        ('{"rows": 3}', "rows: expected a list"),
+        ('{"rows": [3]}', r"rows\[0\]: expected a table"),
+        ('{"rows": [{"length": 3}]}', "row 1: reach: expected a value"),
+        ('{"rows": [{"length": "3", "reach": []}]}', "length: expected a whole number, got '3'"),
+        ('{"rows": [{"length": 3, "reach": [1]}]}', "reach.* expected a list"),
         ('{"rows": [{"length": 3, "reach": [[1, 2]], "share": [[1]]}]}', "lists of equal lengths"),
     ):
         path.write_text(text)
-        with pytest.raises(ValueError, match=f"reach.json: .*{said}"):
+        with pytest.raises((TypeError, ValueError), match=f"reach.json.*{said}"):
             collect([folder])
     path.unlink()
     (folder / "config.toml").write_text("model = ")
@@ -175,4 +188,20 @@ def test_values_that_are_not_finite_are_read(one: Callable[..., Report]) -> None
     lines = [evaluation("alibi", 64), evaluation("alibi", 128, loss=math.inf, perplexity=math.inf)]
     lines.append(evaluation("alibi", 256, loss=None, perplexity=None))
     assert json.dumps(lines[1]).count("Infinity") == 2
-    assert [r["loss"] for r in one(*lines).curves[0].records][1:] == [math.inf, None]
+    assert [r.loss for r in one(*lines).curves[0].records][1:] == [math.inf, None]
+
+
+@pytest.mark.parametrize(
+    ("losses", "holds"),
+    [
+        ([1.6, 1.5, 1.4, 1.4, 1.4], 1024),  # better and better
+        ([1.6, 1.61, 1.7, 1.6, 1.6], 128),  # what comes after a failure does not count
+        ([1.6, 1.5, 1.52, 1.5, 1.51], 128),
+        ([1.6, math.nan, 1.6, 1.6, 1.6], 64),
+        ([math.inf, None, math.nan, math.inf, None], None),
+    ],
+)
+def test_how_far_a_curve_holds(one: Callable[..., Report], losses: list[float | None], holds: int | None) -> None:
+    lines = [evaluation("alibi", n, loss=loss, perplexity=None) for n, loss in zip(LENGTHS, losses, strict=True)]
+    found = one(*lines).curves[0].holds
+    assert (found.length if found else None) == holds

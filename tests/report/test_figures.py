@@ -6,12 +6,14 @@ import math
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from made_up import evaluation
 
 from lengthen.report import Report, write_figures
+from lengthen.report.lines import lines, row
 
 EVERY = {
     *("perplexity", "loss", "perplexity_per_word", "bits_per_byte", "perplexity_relative", "resolution"),
@@ -20,7 +22,6 @@ EVERY = {
 
 
 def test_every_figure_as_svg_and_pdf(report: Report, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     paths = write_figures(report, tmp_path / "a")
     assert {path.name for path in paths} == {f"{name}.{form}" for name in EVERY for form in ("svg", "pdf")}
     for path in paths:
@@ -31,14 +32,12 @@ def test_every_figure_as_svg_and_pdf(report: Report, tmp_path: Path) -> None:
 
 
 def test_the_same_numbers_give_the_same_file(one: Callable[..., Report], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     report = one(*[evaluation("alibi", n) for n in (64, 128)])
-    first, second = (write_figures(report, tmp_path / name, ["svg", "pdf"]) for name in "ab")
+    first, second = (write_figures(report, tmp_path / name, ["svg", "png"]) for name in "ab")
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
 def test_what_is_not_finite_is_left_out(one: Callable[..., Report], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     bad = {"loss": math.inf, "perplexity": math.inf, "loss_se": math.nan, "bits_per_byte": None}
     lines = [evaluation("alibi", 64), evaluation("alibi", 128, **bad)]
     assert write_figures(one(*lines), tmp_path / "a", ["svg"])
@@ -53,7 +52,21 @@ def test_unknown_formats_are_refused(report: Report, tmp_path: Path, formats: li
         write_figures(report, tmp_path, formats)
 
 
-def test_without_matplotlib_the_extra_is_named(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+def test_without_altair_the_extra_is_named(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lengthen.report.charts", "lengthen.report.lines"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "altair", None)
     with pytest.raises(ImportError, match=r"lengthen\[report\]"):
         write_figures(report, tmp_path)
+
+
+def test_names_at_line_ends_do_not_overlap(tmp_path: Path) -> None:
+    """Twenty runs that end at nearly the same value have names a line's height apart, all inside the plot."""
+    rows = [row(f"run {n}", n, "full", x, 10 + n / 1e6, {}) for n in range(20) for x in (1, 2)]
+    chart = lines(rows, "x", "y", 400).to_dict()
+    low, high = next(one for one in chart["layer"] if one["mark"]["type"] == "line")["encoding"]["y"]["scale"]["domain"]
+    names = next(one for one in chart["layer"] if one["mark"].get("limit"))
+    ends = sorted(one["y"] for one in chart["datasets"][names["data"]["name"]])
+    pixels = [(end - low) / (high - low) * chart["height"] for end in ends]
+    assert 0 <= min(pixels) < max(pixels) <= chart["height"]
+    assert min(b - a for a, b in pairwise(pixels)) > 13.9

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from made_up import evaluation
 
 from lengthen.report import Report, Run, write_csv
-from lengthen.report.tables import EVALUATION
+from lengthen.report.collect import Measurement
+
+
+def measurement(*arguments: Any, **other: Any) -> Measurement:
+    record = evaluation(*arguments, **other)
+    del record["kind"]
+    return Measurement(**record)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -34,9 +40,7 @@ def test_evaluations_are_those_of_the_files(report: Report, runs: list[Path], tm
         for line in (run / "evaluation.jsonl").read_text(encoding="utf-8").splitlines():
             record, row = json.loads(line), next(rows)
             assert row.pop("run") == str(run)
-            assert {key: row[key] for key in EVALUATION[1:]} == {
-                key: "" if record[key] is None else str(record[key]) for key in EVALUATION[1:]
-            }
+            assert row == {key: "" if record[key] is None else str(record[key]) for key in record if key != "kind"}
     assert next(rows, None) is None
 
 
@@ -69,7 +73,7 @@ def test_analyses_are_those_of_the_files(report: Report, runs: list[Path], tmp_p
 @given(value=st.floats(), length=st.integers(1, 2**40), name=st.text(max_size=20).filter(lambda s: "\0" not in s))
 def test_any_float_and_any_text_come_back(tmp_path_factory: Any, value: float, length: int, name: str) -> None:
     name = name.encode("utf-8", "replace").decode().replace("\r", " ")
-    record = evaluation("alibi", length, loss=value, device=name)
+    record = measurement("alibi", length, loss=value, device=name)
     (path,) = write_csv(
         Report([Run("run", "alibi", 64, "alibi", evaluations=[record])]), tmp_path_factory.mktemp("csv")
     )
@@ -80,5 +84,5 @@ def test_any_float_and_any_text_come_back(tmp_path_factory: Any, value: float, l
 
 
 def test_what_no_run_has_is_not_written(tmp_path: Path) -> None:
-    report = Report([Run("run", "alibi", 64, "alibi", evaluations=[evaluation("alibi", 64)])])
+    report = Report([Run("run", "alibi", 64, "alibi", evaluations=[measurement("alibi", 64)])])
     assert [path.name for path in write_csv(report, tmp_path)] == ["evaluation.csv"]

@@ -1,11 +1,12 @@
-"""Make one page of one or many runs: perplexity against length, a curve a method, and how each number was made.
+"""Make one page of one or many runs: perplexity against length, one curve per method, and how each number was made.
 
 The page is a single HTML file that loads nothing from elsewhere: it can be mailed, printed and read on a phone. It
-shows what `lengthen eval` and the analyses left in the runs' folders, and names the command for what is missing. Curves
-can be hidden, hovered and zoomed, and the curves of the ALiBi and LEX papers laid over them.
+opens with how far each model holds, shows what `lengthen eval` and the analyses left in the runs' folders, and names
+the command for what is missing. The curves of the ALiBi and LEX papers can be laid beside its own. A run without
+measurements is left out, with a note.
 
---csv writes every number as it was measured. --figures draws the figures for a paper, and needs matplotlib
-(pip install "lengthen[report]").
+--csv writes every number as it was measured. --figures saves the same figures for a paper. The charts need Altair and
+vl-convert (pip install "lengthen[report]").
 
 Examples:
   lengthen report runs/alibi runs/xpos -o report.html
@@ -15,6 +16,7 @@ Examples:
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -41,6 +43,8 @@ def run(arguments: Arguments) -> int:
     if not arguments.runs:
         raise ValueError("RUN: expected the folder of at least one run, got none")
     report = collect(arguments.runs)
+    for note in report.notes:
+        print(f"left out: {note}", file=sys.stderr)
     print(write_html(report, arguments.out))
     if arguments.csv:
         for path in write_csv(report, arguments.csv):

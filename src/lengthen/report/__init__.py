@@ -2,14 +2,32 @@
 
     collect(paths) ──▶ Report ──┬──▶ write_html      one file that asks no other host for anything
                                 ├──▶ write_csv       every number, as it was measured
-                                └──▶ write_figures   SVG and PDF, by matplotlib (the extra `report`)
+                                └──▶ write_figures   SVG, PDF and PNG, from the charts of the page
 
-`lengthen.report.papers` has the tables of the papers that the page can lay over its own curves.
+`lengthen.report.papers` has the tables of the papers that the page can lay over its own curves. Charts need the extra
+`report` (Altair and vl-convert); reading runs and writing CSV do not.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
 from lengthen.report.collect import Curve, Report, Run, collect
-from lengthen.report.figures import write_figures
-from lengthen.report.page import write_html
 from lengthen.report.tables import write_csv
 
 __all__ = ["Curve", "Report", "Run", "collect", "write_csv", "write_figures", "write_html"]
+
+
+def write_html(report: Report, path: str | Path) -> Path:
+    """Write the page; return its path."""
+    from lengthen.report.page import write_html
+
+    return write_html(report, path)
+
+
+def write_figures(report: Report, folder: str | Path, formats: Sequence[str] = ("svg", "pdf")) -> list[Path]:
+    """Save every figure that the runs have numbers for, in each format; return the paths."""
+    from lengthen.report.charts import write_figures
+
+    return write_figures(report, folder, formats)

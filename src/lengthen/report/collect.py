@@ -1,38 +1,73 @@
-"""Read what evaluation and analysis left in run folders.
+"""Read what training, evaluation and analysis left in run folders.
 
     RUN/config.toml            the model's settings
-    RUN/metrics.jsonl          training: a line a step
-    RUN/evaluation.jsonl       a line a measurement; a later line of the same measurement replaces an earlier one
+    RUN/metrics.jsonl          training: one line per step
+    RUN/evaluation.jsonl       one line per measurement; a later line of the same measurement replaces an earlier one
     RUN/analysis/<kind>.json   resolution, positions, reach, distance, recall
 
-Only `evaluation.jsonl` must be there. Nothing is computed here but labels, curves and medians: every number that is
-shown is one of these files'.
+Only `evaluation.jsonl` must be there: a folder without it is left out, with a note. Lines of other kinds and keys that
+are not known here are passed over; a known key of the wrong type is an error that names the file and the line.
 """
 
 from __future__ import annotations
 
-import json
+import datetime
 import math
+import shlex
 import statistics
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-Record = dict[str, Any]
+from lengthen.checks import whole_number
+from lengthen.io import Table, read_lines, read_toml
+from lengthen.report.analyses import KINDS, Analysis, known, read_analysis
 
-ANALYSES = ("resolution", "positions", "reach", "distance", "recall")
-KEY = ("checkpoint", "data", "split", "protocol", "length", "stride", "block")  # what makes two measurements the same
-WORDS = ("positions", "checkpoint", "data", "split", "protocol", "device")
-WHOLE = ("train_length", "step", "length", "stride", "block", "tokens", "documents")
-REAL = (
-    *("loss", "loss_se", "perplexity", "perplexity_per_word", "bits_per_byte"),
-    *("tokens_per_second", "seconds", "peak_bytes"),
-)
-NEEDED = ("protocol", "length", "loss")
 PROTOCOLS = ("nonoverlapping", "sliding", "blockwise", "window")  # the order they are shown in
+WITHIN = 0.01  # of the best loss: what still counts as holding, as in `lengthen eval`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One line of evaluation.jsonl."""
+
+    positions: str | None = None
+    train_length: int | None = None
+    checkpoint: str | None = None
+    step: int | None = None
+    data: str | None = None  # the text's fingerprint
+    split: str | None = None
+    protocol: str
+    length: int
+    stride: int | None = None
+    block: int | None = None
+    tokens: int | None = None
+    documents: int | None = None
+    loss: float | None
+    loss_se: float | None = None
+    perplexity: float | None = None
+    perplexity_per_word: float | None = None
+    bits_per_byte: float | None = None
+    tokens_per_second: float | None = None
+    seconds: float | None = None
+    peak_bytes: int | float | None = None
+    device: str | None = None
+    command: str | None = None
+
+    def __post_init__(self) -> None:
+        whole_number("length", self.length, at_least=1)
+        if self.perplexity is None and self.loss is not None:
+            high = math.nan if math.isnan(self.loss) else math.inf
+            object.__setattr__(self, "perplexity", math.exp(self.loss) if self.loss < 700 else high)
+
+    @property
+    def how(self) -> str:
+        """The protocol in words; a stride of half the length, the default of `lengthen eval`, is told as such."""
+        if self.protocol == "sliding" and self.stride:
+            return f"sliding, stride {'length/2' if 2 * self.stride == self.length else f'{self.stride:,}'}"
+        return f"{self.protocol} {self.block:,}" if self.block else self.protocol
 
 
 @dataclass(frozen=True)
@@ -43,68 +78,83 @@ class Run:
     positions: str
     train_length: int
     label: str = ""  # the method, and as much more as tells it from the other runs
-    model: Record = field(default_factory=dict)  # the table `model` of config.toml
-    training: Record | None = None  # steps, loss and the median speed, from metrics.jsonl
-    evaluations: list[Record] = field(default_factory=list)
-    analyses: dict[str, Record] = field(default_factory=dict)
+    model: Table = field(default_factory=dict)  # the table `model` of config.toml
+    training: Table | None = None  # steps, loss and the median speed, from metrics.jsonl
+    evaluations: list[Measurement] = field(default_factory=list)
+    analyses: dict[str, Analysis] = field(default_factory=dict)
+    date: str = ""  # of the last measurement
 
-    @property
-    def name(self) -> str:
-        """The folder's name."""
-        return Path(self.path).resolve().name
+    def rows(self, kind: str) -> list[Table]:
+        """Return the rows of one analysis, none if it was not made."""
+        return self.analyses[kind].rows if kind in self.analyses else []
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Measurements of one run under one protocol, by length: what one line of the headline figure shows."""
+    """Measurements of one run under one protocol, by length: one line of the headline figure."""
 
     run: Run
     label: str
-    protocol: str
-    block: int | None
-    stride: int | None  # of a sliding window, where it is the same for all lengths
-    data: str | None
-    split: str | None
-    checkpoint: str | None
-    records: list[Record]
+    records: list[Measurement]
 
     @property
-    def reference(self) -> Record | None:
+    def first(self) -> Measurement:
+        """The shortest measurement; protocol, block, data, split and checkpoint are the same in all."""
+        return self.records[0]
+
+    @property
+    def reference(self) -> Measurement | None:
         """The measurement at the training length: this curve's own, or without overlap where this curve has none."""
-        own = [r for r in self.records if r["length"] == self.run.train_length]
-        other = [
-            r
-            for r in self.run.evaluations
-            if r["length"] == self.run.train_length
-            and r["protocol"] == "nonoverlapping"
-            and all(r.get(key) == getattr(self, key) for key in ("data", "split", "checkpoint"))
-        ]
-        return next(iter(own + other), None)
+        text = (self.first.data, self.first.split, self.first.checkpoint)
+        plain = [one for one in self.run.evaluations if one.protocol == "nonoverlapping"]
+        others = [one for one in plain if (one.data, one.split, one.checkpoint) == text]
+        return next((one for one in self.records + others if one.length == self.run.train_length), None)
+
+    @property
+    def holds(self) -> Measurement | None:
+        """The longest measurement up to which, from the best on, the loss stays within 1 % of its best."""
+        losses = [finite(one.loss) for one in self.records]
+        best = min((loss for loss in losses if loss is not None), default=None)
+        if best is None:
+            return None
+        last = losses.index(best)
+        for place, loss in enumerate(losses[last:], last):
+            if loss is None or loss > best * (1 + WITHIN):
+                break
+            last = place
+        return self.records[last]
 
 
 @dataclass(frozen=True)
 class Report:
-    """The runs of one report, in the order given."""
+    """The runs of one report, in the order given, and a note for each folder that was left out."""
 
     runs: list[Run]
+    notes: list[str] = field(default_factory=list)
 
     @property
     def curves(self) -> list[Curve]:
-        """One curve a run and protocol, of the newest checkpoint that was measured so."""
-        several = len({(r.get("data"), r.get("split")) for run in self.runs for r in run.evaluations}) > 1
+        """One curve per run and protocol, of the newest checkpoint that was measured so."""
+        several = len({(one.data, one.split) for run in self.runs for one in run.evaluations}) > 1
         return [curve for run in self.runs for curve in _curves(run, several)]
 
 
 def collect(paths: Iterable[str | Path]) -> Report:
-    """Read the folders of the runs; an error names the folder and the command that would make what is missing."""
+    """Read the folders of the runs; those without measurements are left out, if others have some."""
     words = [str(path) for path in paths]
-    if not words:
-        raise ValueError("runs: expected at least one folder, got none")
     places = [Path(word).resolve() for word in words]
     for word, place in zip(words, places, strict=True):
         if places.count(place) > 1:
             raise ValueError(f"runs: expected each folder once, got {word} twice")
-    return Report(_labelled([_run(word) for word in words]))
+        if not place.exists():
+            raise FileNotFoundError(f"{word}: expected the folder of a run, got none; `lengthen train` makes one")
+    found = {word: _run(word) for word in words}
+    makes = {word: f"; `{shlex.join(['lengthen', 'eval', word])}` makes them" * Path(word).is_dir() for word in words}
+    notes = [f"{word}: no measurements{makes[word]}" for word, run in found.items() if run is None]
+    runs = [run for run in found.values() if run is not None]
+    if not runs:
+        raise ValueError("\n".join(["runs: expected a folder with measurements, got none", *notes]))
+    return Report(_labelled(runs), notes)
 
 
 def finite(value: Any) -> float | None:
@@ -114,173 +164,39 @@ def finite(value: Any) -> float | None:
     return float(value)
 
 
-def perplexity(record: Record) -> float | None:
-    """Return a record's perplexity, infinite ones included, or None where there is none."""
-    value = record.get("perplexity")
-    if value is None and record.get("loss") is not None:
-        loss = float(record["loss"])
-        value = math.exp(loss) if loss < 700 else math.inf if loss == loss else math.nan
-    return None if value is None else float(value)
-
-
-def describe(protocol: str, stride: int | None, block: int | None) -> str:
-    """Return a protocol in words."""
-    if protocol == "sliding" and stride is not None:
-        return f"sliding, stride {stride:,}"
-    if protocol in ("blockwise", "window") and block is not None:
-        return f"{protocol} {block:,}"
-    return protocol
-
-
-def _run(word: str) -> Run:
+def _run(word: str) -> Run | None:
     folder = Path(word)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{word}: expected the folder of a run, got none; `lengthen train` makes one")
     source = folder / "evaluation.jsonl"
-    if not source.is_file():
-        raise FileNotFoundError(f"{word}: has no evaluation.jsonl; `lengthen eval {word}` makes it")
-    latest: dict[tuple[Any, ...], Record] = {}
-    for record in _evaluations(source):
-        key = tuple(record.get(name) for name in KEY)
-        latest.pop(key, None)  # so that what replaces it stands where it was written
-        latest[key] = record
+    latest: dict[tuple[Any, ...], Measurement] = {}
+    for number, line in enumerate(read_lines(source, dict) if source.is_file() else [], 1):
+        if line.get("kind") == "evaluation":
+            one = known(Measurement, line, f"{source}, line {number}")
+            key = (one.checkpoint, one.data, one.split, one.protocol, one.length, one.stride, one.block)
+            latest.pop(key, None)  # so that what replaces it stands where it was written
+            latest[key] = one
     if not latest:
-        raise ValueError(f"{source}: expected measurements, got none; `lengthen eval {word}` makes them")
+        return None
     records = list(latest.values())
-    model = _model(folder / "config.toml")
-    found = {**records[-1], **model}
-    for name, kind in (("positions", str), ("train_length", int)):
-        if not isinstance(found.get(name), kind):
-            raise ValueError(f"{word}: expected `{name}` in config.toml or evaluation.jsonl, got {found.get(name)!r}")
-    if found["train_length"] < 1:
-        raise ValueError(f"{word}: train_length: expected at least 1, got {found['train_length']}")
-    analyses = {kind: analysis for kind in ANALYSES if (analysis := _analysis(folder, kind)) is not None}
+    config = folder / "config.toml"
+    model = read_toml(config, dict).get("model", {}) if config.is_file() else {}
+    positions, train_length = (model.get(name, getattr(records[-1], name)) for name in ("positions", "train_length"))
+    if not isinstance(positions, str):
+        raise ValueError(f"{word}: expected `positions` in config.toml or evaluation.jsonl, got {positions!r}")
+    train_length = whole_number(f"{word}: train_length", train_length, at_least=1)
+    files = {kind: folder / "analysis" / f"{kind}.json" for kind in KINDS}
+    analyses = {kind: read_analysis(path, kind) for kind, path in files.items() if path.is_file()}
+    date = datetime.datetime.fromtimestamp(source.stat().st_mtime, datetime.UTC).date().isoformat()
     training = _training(folder / "metrics.jsonl")
-    return Run(word, found["positions"], found["train_length"], "", model, training, records, analyses)
+    return Run(word, positions, train_length, "", model, training, records, analyses, date)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, Record]]:
-    """Yield a log's objects with their line numbers; a last line that a killed process left torn is not one."""
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as problem:
-            if number == len(lines):
-                return
-            raise ValueError(f"{path}, line {number}: expected JSON, got {line[:60]!r} ({problem})") from None
-        if isinstance(record, dict):
-            yield number, record
-        elif number < len(lines):
-            raise ValueError(f"{path}, line {number}: expected a JSON object, got {line[:60]!r}")
-
-
-def _evaluations(path: Path) -> Iterator[Record]:
-    for number, record in _lines(path):
-        if record.get("kind") != "evaluation":
-            continue
-        for name in NEEDED:
-            if name not in record:
-                raise ValueError(f"{path}, line {number}: expected `{name}`, got {', '.join(record)}")
-        for names, kinds, what in (
-            (WORDS, (str,), "text"),
-            (WHOLE, (int,), "a whole number"),
-            (REAL, (int, float), "a number"),
-        ):
-            for name in names:
-                value = record.get(name)
-                if value is None and name not in ("protocol", "length"):
-                    continue
-                if isinstance(value, bool) or not isinstance(value, kinds):
-                    raise ValueError(f"{path}, line {number}: {name}: expected {what}, got {value!r}")
-        if record["length"] < 1:
-            raise ValueError(f"{path}, line {number}: length: expected at least 1, got {record['length']}")
-        yield record
-
-
-def _model(path: Path) -> Record:
-    if not path.is_file():
-        return {}
-    try:
-        model = tomllib.loads(path.read_text(encoding="utf-8")).get("model", {})
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
-        raise ValueError(f"{path}: expected TOML: {problem}") from None
-    return model if isinstance(model, dict) else {}
-
-
-def _analysis(folder: Path, kind: str) -> Record | None:
-    path = folder / "analysis" / f"{kind}.json"
-    if not path.is_file():
-        return None
-    try:
-        found = json.loads(path.read_bytes())
-    except ValueError as problem:
-        raise ValueError(f"{path}: expected JSON: {problem}") from None
-    rows = found.get("rows") if isinstance(found, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path}: expected an object with a list `rows` of objects, got {str(found)[:60]}")
-    for row in rows:
-        _check_row(path, kind, row)
-    return dict(found)
-
-
-# What a row of each analysis has: how deep its lists are, and whether it cannot do without.
-ROWS = {
-    "resolution": {"length": (0, True), "resolution": (0, True), "layers": (1, False)},
-    "positions": {"length": (0, True), "positions": (1, True), "loss": (1, True), "count": (1, False)},
-    "reach": {"length": (0, True), "reach": (2, True), "share": (2, False)},
-    "distance": {"length": (0, True), "distances": (1, True), "weight": (3, True)},
-    "recall": {"distance": (0, True), "accuracy": (0, True), "trials": (0, False)},
-}
-ALIKE = {"positions": ("positions", "loss", "count"), "reach": ("reach", "share")}  # lists of the same shape
-AXES = ("length", "distance", "positions", "distances")  # whole numbers, which figures are drawn against
-
-
-def _check_row(path: Path, kind: str, row: Record) -> None:
-    for name, (depth, needed) in ROWS[kind].items():
-        if name not in row and needed:
-            raise ValueError(f"{path}: expected `{name}` in every row, got {', '.join(row)}")
-        if row.get(name) is None and (not needed or (depth == 0 and name not in AXES)):
-            continue
-        kinds = (int,) if name in AXES else (int, float, type(None))
-        if not _deep(row[name], depth, kinds):
-            what = f"{'lists of ' * depth}{'whole ' * (name in AXES)}numbers"
-            raise ValueError(f"{path}: {name}: expected {what}, got {str(row[name])[:60]}")
-    first, *others = ALIKE.get(kind, ("length",))
-    shapes = [_shape(row[name]) for name in (first, *others) if row.get(name) is not None]
-    if kind == "distance":
-        shapes = [_shape(row["distances"]), *(_shape(weights) for heads in row["weight"] for weights in heads)]
-    if any(shape != shapes[0] for shape in shapes):
-        raise ValueError(f"{path}: expected lists of equal lengths in a row, got {shapes}")
-
-
-def _deep(value: Any, depth: int, kinds: tuple[type, ...]) -> bool:
-    if depth == 0:
-        return isinstance(value, kinds) and not isinstance(value, bool)
-    return isinstance(value, list) and all(_deep(one, depth - 1, kinds) for one in value)
-
-
-def _shape(value: Any) -> Any:
-    if not isinstance(value, list):
-        return 0
-    inner = [_shape(one) for one in value]
-    return [len(value), *([inner] if any(inner) else [])]
-
-
-def _training(path: Path) -> Record | None:
-    if not path.is_file():
-        return None
-    steps = [record for _, record in _lines(path) if record.get("kind") == "step"]
+def _training(path: Path) -> Table | None:
+    steps = [line for line in read_lines(path, dict) if line.get("kind") == "step"] if path.is_file() else []
     if not steps:
         return None
-    speeds = [speed for record in steps if (speed := finite(record.get("tokens_per_second"))) is not None]
-    return {
-        "steps": steps[-1].get("step"),
-        "loss": steps[-1].get("loss"),
-        "tokens_per_second": statistics.median(speeds) if speeds else None,
-    }
+    speeds = [speed for line in steps if (speed := finite(line.get("tokens_per_second"))) is not None]
+    median = statistics.median(speeds) if speeds else None
+    return {"steps": steps[-1].get("step"), "loss": steps[-1].get("loss"), "tokens_per_second": median}
 
 
 def _labelled(runs: Sequence[Run]) -> list[Run]:
@@ -288,50 +204,26 @@ def _labelled(runs: Sequence[Run]) -> list[Run]:
     choices = [
         [run.positions for run in runs],
         [f"{run.positions}, trained at {run.train_length:,}" for run in runs],
-        [f"{run.positions} ({run.name})" for run in runs],
+        [f"{run.positions} ({Path(run.path).resolve().name})" for run in runs],
         [f"{run.positions} ({run.path})" for run in runs],
     ]
     counts = [Counter(choice) for choice in choices]
-    labels = []
-    for index in range(len(runs)):
+    labelled = []
+    for index, run in enumerate(runs):
         unique = (choice[index] for choice, count in zip(choices, counts, strict=True) if count[choice[index]] == 1)
-        labels.append(next(unique, choices[-1][index]))
-    return [Run(**{**vars(run), "label": label}) for run, label in zip(runs, labels, strict=True)]
+        labelled.append(replace(run, label=next(unique, choices[-1][index])))
+    return labelled
 
 
 def _curves(run: Run, several: bool) -> Iterator[Curve]:
-    groups: dict[tuple[Any, ...], list[Record]] = {}
-    for record in run.evaluations:
-        key = (*(record.get(name) for name in ("data", "split", "protocol", "block")), _stride(run, record))
-        groups.setdefault(key, []).append(record)
-
-    def place(key: tuple[Any, ...]) -> int:
-        return PROTOCOLS.index(key[2]) if key[2] in PROTOCOLS else len(PROTOCOLS)
-
-    for key in sorted(groups, key=place):
-        data, split, protocol, block, (how, amount) = key
-        newest = max(groups[key], key=lambda record: record.get("step") or 0).get("checkpoint")
-        records = sorted((r for r in groups[key] if r.get("checkpoint") == newest), key=lambda r: int(r["length"]))
-        words = [run.label]
-        if how == "share":
-            words.append(f"sliding, stride length/{amount:g}")
-        elif protocol != "nonoverlapping":
-            words.append(describe(protocol, amount, block))
-        if several:
-            words.append(f"{split} of {str(data)[:8]}")
-        stride = amount if how == "stride" else None
-        yield Curve(run, " · ".join(words), protocol, block, stride, data, split, newest, records)
-
-
-def _stride(run: Run, record: Record) -> tuple[str, Any]:
-    """Return what of a sliding window's stride the points of a curve share: the stride, or its share of the length."""
-    stride = record.get("stride")
-    if record["protocol"] != "sliding" or not stride:
-        return ("", None)
-    peers = {r["length"] for r in run.evaluations if r["protocol"] == "sliding" and r.get("stride") == stride}
-    alike = {
-        r["length"]
-        for r in run.evaluations
-        if r["protocol"] == "sliding" and r.get("stride") and r["length"] * stride == record["length"] * r["stride"]
-    }
-    return ("share", record["length"] / stride) if len(alike) > len(peers) else ("stride", stride)
+    groups: dict[tuple[Any, ...], list[Measurement]] = {}
+    for one in run.evaluations:
+        groups.setdefault((one.data, one.split, one.protocol, one.how), []).append(one)
+    for (data, split, protocol, how), group in sorted(
+        groups.items(), key=lambda item: [*PROTOCOLS, item[0][2]].index(item[0][2])
+    ):
+        newest = max(group, key=lambda one: one.step or 0).checkpoint
+        records = sorted((one for one in group if one.checkpoint == newest), key=lambda one: one.length)
+        words = [run.label, *([how] if protocol != "nonoverlapping" else [])]
+        words += [f"{split} of {str(data)[:8]}"] if several else []
+        yield Curve(run, " · ".join(words), records)

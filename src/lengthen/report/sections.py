@@ -1,300 +1,215 @@
-"""The page's body: a section a kind of measurement, with its figure, how it was made, and a table of its numbers."""
+"""The page's body: the answer, a table of contents, and a section per kind of measurement."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from lengthen.report import papers
-from lengthen.report.collect import Curve, Record, Report, Run
-from lengthen.report.series import Chart, amount, plus_minus, shown
-from lengthen.report.words import ABOUT, MISSING, PROTOCOLS, RELATIVE
+from lengthen.report.charts import Figure, shown
+from lengthen.report.collect import Curve, Measurement, Report, Run, finite
+from lengthen.report.tables import rows
+from lengthen.report.words import ABOUT, HOW, OTHER_TEXTS, PROTOCOLS, READING
 
 
-def body(report: Report, charts: Sequence[Chart], maps: Sequence[Chart]) -> str:
+def body(report: Report, found: Mapping[str, Sequence[Figure]]) -> str:
     """Return the sections that the runs have numbers for, and what is missing."""
-    there = {chart["id"] for chart in charts} | {found["kind"] for found in maps}
-    parts = [_warning(report), _perplexity(report), _summary(report)]
-    if "resolution" in there:
-        parts.append(_section("resolution", _figure("resolution") + _made(report, "resolution") + _resolution(report)))
-    if "positions" in there:
-        parts.append(_section("positions", _figure("positions") + _made(report, "positions") + _curse(report)))
-    if "reach" in there:
-        parts.append(_section("reach", _map("reach") + _made(report, "reach")))
-    if "distance" in there:
-        parts.append(_section("distance", _map("distance") + _made(report, "distance")))
-    if "recall" in there:
-        parts.append(_section("recall", _figure("recall") + _made(report, "recall") + _recall(report)))
-    parts.append(
-        _section("speed", (_figure("speed") if "speed" in there else "") + _speed_made(report) + _speed(report))
-    )
-    parts += [_every(report), _sources(), _missing(report, there)]
-    return "\n".join(filter(None, parts))
+    parts = {"perplexity": _figure("perplexity", report, found) + _perplexity(report)}
+    for kind in ("resolution", "positions", "reach", "distance", "recall"):
+        if kind in found:
+            numbers = "".join(
+                _numbers(report, name) for name in {"positions": ["positions", "curse"]}.get(kind, [kind])
+            )
+            parts[kind] = _figure(kind, report, found) + _made(report, kind) + numbers
+    theirs = [[row["method"], *(shown(value) for value in list(row.values())[3:])] for row in papers.speed_memory()]
+    head = ("method", "length", "training words/s", "evaluation words/s", "memory, GB")
+    parts["speed"] = _figure("speed", report, found) + table(head, theirs, "ALiBi, table 1: 247M parameters, one V100")
+    parts["runs"] = _numbers(report, "training") + _numbers(report, "evaluation") + _missing(report)
+    links = [f'{name}: {title}, <a href="{link}">{link}</a>' for name, (title, link) in papers.SOURCES.items()]
+    parts["papers"] = f"<ul><li>{'<li>'.join(links)}</ul>"
+    contents = "".join(f'<a href="#{name}">{escape(ABOUT[name][0])}</a>' for name in parts)
+    html = [_answer(report), f"<nav aria-label=Contents>{contents}</nav>"]
+    for name, content in parts.items():
+        title, about = map(escape, ABOUT[name])
+        html.append(f"<section id={name}><h2>{title}</h2><p>{about}</p>{content}</section>")
+    return "\n".join(html)
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "", first: int = 1) -> str:
-    """Return a table that scrolls within itself; the first columns are text and head their rows."""
-    out = ["<div class=scroll tabindex=0 role=region", f' aria-label="{escape(caption or head[0])}"><table>']
-    if caption:
-        out.append(f"<caption>{escape(caption)}</caption>")
-    out.append(
-        "<thead><tr>"
-        + "".join(f"<th scope=col{' class=text' * (i < first)}>{escape(str(cell))}</th>" for i, cell in enumerate(head))
-        + "</tr></thead><tbody>"
-    )
-    for row in rows:
-        cells = [f"<th scope=row>{escape(str(cell))}</th>" for cell in row[:first]]
-        cells += [f"<td>{escape(str(cell))}</td>" for cell in row[first:]]
-        out.append("<tr>" + "".join(cells) + "</tr>")
-    return "".join([*out, "</tbody></table></div>"])
+def _answer(report: Report) -> str:
+    items = {run.label: verdict([curve for curve in report.curves if curve.run is run]) for run in report.runs}
+    said = "".join(f"<li><b>{escape(label)}</b> {escape(words)}" for label, words in items.items())
+    records = [one for curve in report.curves for one in curve.records]
+    size = ([shown(run.model.get(key)) for key in ("layers", "width", "heads")] for run in report.runs)
+    facts = [
+        "Text " + _few(f"{one.data or 'n.a.'} ({one.split or 'n.a.'})" for one in records),
+        "model " + _few(f"{layers} layers × {width} wide × {heads} heads" for layers, width, heads in size),
+        "steps " + _few(shown(one.step) for one in records),
+        "measured " + _few(run.date or "n.a." for run in report.runs),
+        "“holds”: the loss is within 1 % of its best; × is the training length",
+    ]
+    different = len({(one.data, one.split) for run in report.runs for one in run.evaluations}) > 1
+    warning = f"<p class=warning role=note>{escape(OTHER_TEXTS)}</p>" if different else ""
+    return f"<ul class=answer>{said}</ul><p class=note>{escape('; '.join(facts))}.</p>{warning}"
 
 
-def command(curve: Curve) -> str:
-    """Return the command that measures a curve; several, where the stride goes with the length in a way of its own."""
-    strides = [record.get("stride") for record in curve.records]
-    if curve.protocol == "sliding" and curve.stride is None and None not in strides and len(strides) > 1:
-        usual = all(2 * record["stride"] == record["length"] for record in curve.records)  # what `eval` takes itself
-        if not usual:
-            each = (replace(curve, stride=record["stride"], records=[record]) for record in curve.records)
-            return " && ".join(map(command, each))
-    words = ["lengthen", "eval", curve.run.path, "--protocol", curve.protocol]
-    words += ["--lengths", ",".join(str(record["length"]) for record in curve.records)]
-    if curve.stride is not None:
-        words += ["--stride", str(curve.stride)]
-    if curve.block is not None:
-        words += ["--block", str(curve.block)]
-    tokens = {record.get("tokens") for record in curve.records}
-    if len(tokens) == 1 and None not in tokens:
-        words += ["--tokens", str(tokens.pop())]
-    if curve.split not in (None, "validation"):
-        words += ["--split", str(curve.split)]
-    return shlex.join([*words, "--data", "DATA"])
+def verdict(curves: Sequence[Curve]) -> str:
+    """Return in a sentence how far one run holds, under each protocol."""
+    first, *others = curves
+    words = [_holds(first)]
+    for curve in others:
+        name = curve.label.removeprefix(curve.run.label).strip(" ·")
+        if first.holds not in (None, first.records[-1]) and curve.holds is curve.records[-1]:
+            words.append(f"{name} rescues it, to {_times(curve)} ({shown(curve.records[-1].perplexity)})")
+        else:
+            words.append(f"{name} {_holds(curve)}")
+    return "; ".join(words) + "."
 
 
-def _section(name: str, content: str) -> str:
-    title, text = ABOUT[name]
-    return f'<section id="s-{name}"><h2>{escape(title)}</h2><p>{escape(text)}</p>{content}</section>'
+def _holds(curve: Curve) -> str:
+    last = curve.records[-1]
+    if curve.holds is None:
+        return "has no finite loss"
+    if len(curve.records) == 1:
+        return f"was measured at {last.length:,} tokens alone: perplexity {shown(last.perplexity)}"
+    ends = " → ".join(f"{shown(one.perplexity)} at {one.length:,}" for one in (curve.first, last))
+    return f"{'holds to' if curve.holds is last else 'fails past'} {_times(curve)} (perplexity {ends})"
 
 
-def _figure(name: str) -> str:
+def _times(curve: Curve) -> str:
+    return f"{curve.holds.length / curve.run.train_length:.3g} ×" if curve.holds else "n.a."
+
+
+def _few(values: Iterable[str]) -> str:
+    found = list(dict.fromkeys(values))
+    return " / ".join(found[:3]) + f" / {len(found) - 3} more" * (len(found) > 3)
+
+
+def _figure(name: str, report: Report, found: Mapping[str, Sequence[Figure]]) -> str:
+    if name not in found:
+        return ""
+    choices = [f"<option value={i}>{escape(figure.title)}</option>" for i, figure in enumerate(found[name])]
+    picker = f"<label>Show <select>{''.join(choices)}</select></label>" if len(choices) > 1 else ""
+    kind = "maps" if name in ("reach", "distance") else "curves"
     without = "<noscript>The figure needs JavaScript; the tables do not.</noscript>"
-    return f'<div class=chart data-chart="{name}">{without}</div>'
+    caption = escape(count(report, name) + f" {READING}" * (name == "perplexity"))
+    plot = f"<div class=plot>{without}</div><figcaption>{caption}</figcaption>"
+    return f"<figure class={kind} data-chart={name}>{picker}{plot}</figure>"
 
 
-def _map(kind: str) -> str:
-    without = "<noscript>The maps need JavaScript; --csv writes their numbers.</noscript>"
-    return f'<div class=maps data-maps="{kind}">{without}</div>'
+def count(report: Report, name: str) -> str:
+    """Return n: how many tokens, documents, layers or trials a figure's points are of."""
+    if name in ("perplexity", "speed"):
+        records = [one for curve in report.curves for one in curve.records]
+        tokens, documents = (_few(shown(getattr(one, key)) for one in records) for key in ("tokens", "documents"))
+        bars = " Bars are one standard error; where they would hide the curves, only a clicked curve has them."
+        return f"n = {tokens} tokens of {documents} documents per point; one run per curve.{bars * (name != 'speed')}"
+    found = [row for run in report.runs for row in run.rows(name)]
+    if name == "recall":
+        return f"n = {_few(shown(row['trials']) for row in found)} trials per point; bars are one standard error."
+    if name == "positions":
+        return f"n = {shown(sum(row['count'] or 0 for row in found))} tokens in all; one run per curve."
+    layers = len({row["layer"] for row in found} - {None})
+    longest = " The longest length analysed is shown." * (name != "resolution")
+    return f"n = 1 checkpoint per {'curve' if name == 'resolution' else 'map'}, {layers} layers.{longest}"
+
+
+def table(head: Sequence[str], body: Iterable[Sequence[Any]], summary: str) -> str:
+    """Return a folded table that scrolls within itself; the first column heads its rows."""
+    cells = "".join(f"<th scope=col>{escape(cell)}" for cell in head)
+    lines = (
+        f"<tr><th scope=row>{escape(str(row[0]))}" + "".join(f"<td>{escape(str(cell))}" for cell in row[1:])
+        for row in body
+    )
+    inner = f"<table><thead><tr>{cells}<tbody>{''.join(lines)}</table>"
+    label = escape(summary)
+    scroll = f'<div class=scroll tabindex=0 role=region aria-label="{label}">{inner}</div>'
+    return f"<details><summary>{label}</summary>{scroll}</details>"
+
+
+def _numbers(report: Report, name: str) -> str:
+    found = [{"run": run.label, **row} for run in report.runs for row in rows(run, name)]
+    if not found:
+        return ""
+    lines = ([v if isinstance(v, str) else "" if v is None else shown(v) for v in row.values()] for row in found)
+    return table([key.replace("_", " ") for key in found[0]], lines, f"Numbers: {name}, {len(found):,} rows")
+
+
+def _perplexity(report: Report) -> str:
+    lengths = sorted({one.length for curve in report.curves for one in curve.records})
+    by = {curve.label: {one.length: plus_minus(one) for one in curve.records} for curve in report.curves}
+    lines = [[label, *(values.get(length, "") for length in lengths)] for label, values in by.items()]
+    numbers = table(
+        ["curve", *(f"{n:,}" for n in lengths)], lines, "Perplexity per token by length, ± one standard error"
+    )
+    used = {curve.first.protocol for curve in report.curves}
+    terms = "".join(f"<dt>{name}<dd>{PROTOCOLS[name]}" for name in PROTOCOLS if name in used)
+    parts = []
+    for curve in report.curves:
+        one, devices = curve.first, ", ".join(sorted({one.device for one in curve.records if one.device}))
+        facts = [f"{_few(shown(one.tokens) for one in curve.records)} tokens per length", f"data {one.data or 'n.a.'}"]
+        facts += [one.split or "n.a.", f"checkpoint {one.checkpoint or 'n.a.'}", f"on {devices or 'n.a.'}"]
+        parts.append(_source(curve.label, ", ".join(facts), one.command or command(curve)))
+    return _how(f"<p>{HOW}</p><dl>{terms}</dl>{''.join(parts)}") + numbers
+
+
+def plus_minus(one: Measurement) -> str:
+    """Return a perplexity with its standard error, to first order perplexity × that of the loss."""
+    value, error = one.perplexity, finite(one.loss_se)
+    return (
+        shown(value) if finite(value) is None or error is None else f"{shown(value)} ± {shown((value or 0) * error, 2)}"
+    )
+
+
+def _made(report: Report, kind: str) -> str:
+    made = [(run, run.analyses[kind]) for run in report.runs if kind in run.analyses]
+    facts = (f"checkpoint {one.checkpoint or 'n.a.'}, data {one.data or 'n.a.'}" for _, one in made)
+    said = (one.command or analysis_command(run, kind) for run, one in made)
+    labels = (run.label for run, _ in made)
+    return _how("".join(map(_source, labels, facts, said)))
+
+
+def _source(label: str, facts: str, command: str) -> str:
+    return f"<p><b>{escape(label)}</b>: {escape(facts)}<br><code>{escape(command)}</code></p>"
 
 
 def _how(content: str) -> str:
     return f"<details class=how><summary>How this was made</summary>{content}</details>"
 
 
-def _summary(report: Report) -> str:
-    rows = []
-    for run in report.runs:
-        model = run.model
-        size = " × ".join(shown(model[key]) for key in ("layers", "width", "heads") if key in model) or "n.a."
-        training = run.training or {}
-        newest = max(run.evaluations, key=lambda record: record.get("step") or 0)
-        about = [run.label, run.path, run.train_length, size, newest.get("step"), training.get("tokens_per_second")]
-        rows.append([about[0], about[1], *(cell if isinstance(cell, str) else shown(cell) for cell in about[2:])])
-    head = ("method", "run", "trained at", "layers × width × heads", "steps", "training tokens a second")
-    return _section("runs", table(head, rows, first=2))
-
-
-def _warning(report: Report) -> str:
-    marks = {(record.get("data"), record.get("split")) for run in report.runs for record in run.evaluations}
-    if len(marks) == 1:
-        return ""
-    return (
-        "<p class=warning role=note>These numbers are from different texts: the data's fingerprint or the split "
-        "differs. Perplexities on different texts, or with different vocabularies, cannot be compared; their "
-        "ratios to the value at the training length can.</p>"
-    )
-
-
-def _perplexity(report: Report) -> str:
-    curves = report.curves
-    lengths = sorted({record["length"] for curve in curves for record in curve.records})
-    rows = []
-    for curve in curves:
-        by = {record["length"]: plus_minus(record) for record in curve.records}
-        rows.append([curve.label, shown(curve.run.train_length), *(by.get(length, "") for length in lengths)])
-    head = ["method", "trained at", *(f"{length:,}" for length in lengths)]
-    numbers = table(head, rows, "Perplexity a token by length, ± one standard error")
-    protocols = {curve.protocol for curve in curves}
-    how = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(PROTOCOLS[name])}</dd>" for name in PROTOCOLS if name in protocols
-    )
-    made = _how(f"<p>{escape(PROTOCOLS[''])}</p><dl>{how}</dl>" + "".join(_measured(curve) for curve in curves))
-    note = f"<p class=note id=relative-note>{escape(RELATIVE)}</p>"
-    return _section("perplexity", _figure("perplexity") + note + made + numbers)
-
-
-def _measured(curve: Curve) -> str:
-    tokens = sorted({record["tokens"] for record in curve.records if record.get("tokens") is not None})
-    devices = sorted({record["device"] for record in curve.records if record.get("device")})
-    few = tokens if len(tokens) < 3 else [tokens[0], tokens[-1]]
-    facts = [
-        f"{' to '.join(shown(count) for count in few) or 'n.a.'} tokens a length",
-        f"data {curve.data or 'n.a.'}, {curve.split or 'n.a.'}",
-        f"checkpoint {curve.checkpoint or 'n.a.'}",
-        f"on {', '.join(devices) or 'n.a.'}",
-    ]
-    said = next((str(record["command"]) for record in curve.records if record.get("command")), command(curve))
-    return f"<p><b>{escape(curve.label)}</b>: {escape('; '.join(facts))}<br><code>{escape(said)}</code></p>"
-
-
-def _made(report: Report, kind: str) -> str:
-    parts = []
-    for run in report.runs:
-        analysis = run.analyses.get(kind)
-        if analysis is None:
-            continue
-        facts = f"checkpoint {analysis.get('checkpoint') or 'n.a.'}"
-        if kind != "recall":
-            facts += f"; data {analysis.get('data') or 'n.a.'}"
-        said = str(analysis.get("command") or analysis_command(run, kind))
-        parts.append(f"<p><b>{escape(run.label)}</b>: {escape(facts)}<br><code>{escape(said)}</code></p>")
-    return _how(f"<p>{escape(ABOUT[kind][1])}</p>" + "".join(parts))
+def command(curve: Curve) -> str:
+    """Return the command that measures a curve."""
+    words = ["lengthen", "eval", curve.run.path, "--protocol", curve.first.protocol]
+    words += ["--lengths", ",".join(str(one.length) for one in curve.records)]
+    tokens = {one.tokens for one in curve.records}
+    options: dict[str, Any] = {"--block": curve.first.block, "--tokens": tokens.pop() if len(tokens) == 1 else None}
+    if curve.first.protocol == "sliding" and "length/2" not in curve.first.how:
+        options["--stride"] = curve.first.stride
+    options["--split"] = None if curve.first.split == "validation" else curve.first.split
+    words += [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    return shlex.join([*words, "--data", "DATA"])
 
 
 def analysis_command(run: Run, kind: str) -> str:
     """Return the command that makes an analysis: with its lengths, if it was made."""
     words = ["lengthen", "analyse", run.path, "--what", kind]
-    rows = run.analyses.get(kind, {"rows": []})["rows"]
-    lengths = sorted({row["distance" if kind == "recall" else "length"] for row in rows})
-    if lengths:
-        words += ["--lengths", ",".join(map(str, lengths))]
-    blocks = {row.get("block") for row in rows if row.get("blockwise")}
-    if blocks:
-        words += ["--blockwise", *(part for block in blocks if block for part in ("--block", str(block)))]
+    lengths = sorted({row["distance" if kind == "recall" else "length"] for row in run.rows(kind)})
+    words += ["--lengths", ",".join(map(str, lengths))] if lengths else []
+    blocks = {row["block"] for row in run.rows(kind) if row.get("blockwise")}
+    words += ["--blockwise"] if blocks else []
+    words += [word for block in blocks if block for word in ("--block", str(block))]
     return shlex.join(words if kind == "recall" else [*words, "--data", "DATA"])
 
 
-def _resolution(report: Report) -> str:
-    rows = []
-    for run in report.runs:
-        for row in run.analyses.get("resolution", {"rows": []})["rows"]:
-            block = (
-                f"blockwise {shown(row['block'])}" if row.get("block") else "blockwise" if row.get("blockwise") else ""
-            )
-            layers = ", ".join(shown(value, 3) for value in row.get("layers") or [])
-            rows.append([run.label, shown(row["length"]), block, shown(row["resolution"], 3), layers])
-    return table(("method", "length", "attention", "resolution", "by layer"), rows)
-
-
-def _curse(report: Report) -> str:
-    rows: list[Sequence[str]] = []
-    for run in report.runs:
-        curse = run.analyses.get("positions", {}).get("curse")
-        if curse:
-            keys = ("short", "long", "gain", "from_context", "from_curse")
-            rows.append([run.label, *(shown(curse.get(key), 3) for key in keys)])
-    if not rows:
-        return ""
-    head = ("method", "short", "long", "gain in loss", "from more context", "from fewer early tokens")
-    return f"<p>{escape(ABOUT['curse'][1])}</p>{table(head, rows, ABOUT['curse'][0])}"
-
-
-def _recall(report: Report) -> str:
-    found = {run.label: run.analyses["recall"]["rows"] for run in report.runs if "recall" in run.analyses}
-    distances = sorted({row["distance"] for rows in found.values() for row in rows})
-    lines = []
-    for label, rows in found.items():
-        by = {row["distance"]: shown(row["accuracy"], 3) for row in rows}
-        lines.append([label, *(by.get(distance, "") for distance in distances)])
-    return table(["method", *(f"{distance:,}" for distance in distances)], lines, "Share recalled by distance")
-
-
-def _speed(report: Report) -> str:
-    curves = report.curves
-    lengths = sorted({record["length"] for curve in curves for record in curve.records})
-    rows = []
-    for curve in curves:
-        by = {
-            record["length"]: f"{shown(record.get('tokens_per_second'))} · {amount(record.get('peak_bytes'))}"
-            for record in curve.records
-        }
-        rows.append([curve.label, *(by.get(length, "") for length in lengths)])
-    own = table(["method", *(f"{length:,}" for length in lengths)], rows, "Tokens a second · peak memory, by length")
-    head = ("method", "length", "training words a second", "evaluation words a second", "memory, GB")
-    keys = ("train_length", "train_words_per_second", "eval_words_per_second", "memory_gb")
-    theirs = [[row["method"], *(shown(row[key]) for key in keys)] for row in papers.speed_memory()]
-    other = table(head, theirs, "ALiBi, table 1: a model of 247M parameters, one V100")
-    return f"{own}<details><summary>The ALiBi paper's speed and memory</summary>{other}</details>"
-
-
-def _speed_made(report: Report) -> str:
-    trained = [
-        f"{run.label}: training, median over {shown(run.training['steps'])} steps in metrics.jsonl, "
-        f"{shown(run.training['tokens_per_second'])} tokens a second"
-        for run in report.runs
-        if run.training is not None
-    ]
-    lines = "".join(f"<p>{escape(line)}</p>" for line in trained)
-    return _how(f"<p>{escape(ABOUT['speed-how'][1])}</p>{lines}{''.join(_measured(curve) for curve in report.curves)}")
-
-
-def _every(report: Report) -> str:
-    keys = (
-        "checkpoint",
-        "protocol",
-        "length",
-        "stride",
-        "block",
-        "tokens",
-        "documents",
-        "loss",
-        "loss_se",
-        "perplexity",
-    )
-    more = (
-        "perplexity_per_word",
-        "bits_per_byte",
-        "tokens_per_second",
-        "seconds",
-        "peak_bytes",
-        "device",
-        "split",
-        "data",
-    )
-
-    def cell(record: Record, key: str) -> str:
-        value = record.get(key)
-        return value if isinstance(value, str) else "" if value is None else shown(value)
-
-    rows = [
-        [run.label, *(cell(record, key) for key in (*keys, *more))] for run in report.runs for record in run.evaluations
-    ]
-    head = ["method", *(key.replace("_", " ") for key in (*keys, *more))]
-    inner = table(head, rows, "Every measurement, other checkpoints included")
+def _missing(report: Report) -> str:
+    items = [escape(note) for note in report.notes]
+    for kind in ("resolution", "positions", "reach", "distance"):  # recall needs a model that was trained on it
+        for run in report.runs:
+            if kind not in run.analyses and (kind != "reach" or "alibi" in run.positions):
+                items.append(f"{ABOUT[kind][0]}: <code>{escape(analysis_command(run, kind))}</code>")
     return (
-        f"<section id=s-every><details><summary>Every measurement ({len(rows):,})</summary>{inner}</details></section>"
+        f"<details id=missing><summary>Not measured</summary><ul><li>{'<li>'.join(items)}</ul></details>"
+        if items
+        else ""
     )
-
-
-def _sources() -> str:
-    items = "".join(
-        f'<li>{escape(name)}: {escape(title)}, <a href="{escape(link)}" rel=noreferrer>{escape(link)}</a></li>'
-        for name, (title, link) in papers.SOURCES.items()
-    )
-    return f"<section id=s-papers><h2>The papers</h2><p>{escape(ABOUT['papers'][1])}</p><ul>{items}</ul></section>"
-
-
-def _missing(report: Report, there: set[str]) -> str:
-    items = []
-    for kind, what in MISSING.items():
-        able = [run for run in report.runs if kind != "reach" or "alibi" in run.positions]
-        lacking = [run for run in able if kind not in run.analyses]
-        if lacking:
-            who = "no run has it" if kind not in there else f"not for {', '.join(run.label for run in lacking)}"
-            commands = "<br>".join(f"<code>{escape(analysis_command(run, kind))}</code>" for run in lacking)
-            items.append(f"<li>{escape(what)}: {escape(who)}.<br>{commands}</li>")
-    if not items:
-        return ""
-    return f"<section id=s-missing><h2>Not measured</h2><ul>{''.join(items)}</ul></section>"

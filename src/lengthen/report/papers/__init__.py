@@ -13,60 +13,40 @@ from __future__ import annotations
 
 import csv
 from dataclasses import dataclass
-from functools import cache
 from importlib import resources
 from typing import Any
 
 Row = dict[str, Any]
-
 SOURCES = {
     "ALiBi": ("Press, Smith, Lewis: Train Short, Test Long", "https://arxiv.org/abs/2108.12409"),
     "LEX": ("Sun et al.: A Length-Extrapolatable Transformer", "https://arxiv.org/abs/2212.10554"),
 }
-WHOLE = {"train_length", "eval_length", "stride_or_block"}
-REAL = {
-    *("perplexity", "words_per_second", "resolution"),
-    *("train_words_per_second", "eval_words_per_second", "memory_gb"),
+SETS = {  # what is shown beside own curves, and the tables it is from
+    "ALiBi, table 2, trained at 512, and LEX, tables 2 and 5, at 1,024": ("ALiBi T2", "LEX T2", "LEX T5"),
+    "ALiBi, table 3: WikiText-103, trained at 1,024": ("ALiBi T3",),
+    "ALiBi, table 4: WikiText-103, trained at 3,072": ("ALiBi T4",),
+    "ALiBi, table 5: WikiText-103, ALiBi by training length": ("ALiBi T5",),
+    "ALiBi, table 8: books, trained at 512 and 1,024": ("ALiBi T8",),
+    "ALiBi, table 12: CC100 and RoBERTa's, 1.3B parameters": ("ALiBi T12 (50k updates)",),
+    "ALiBi, tables 13 to 15: WikiText-103, sliding, stride 1": ("ALiBi T13", "ALiBi T14", "ALiBi T15"),
 }
-SETS = (
-    ("ALiBi, table 2: WikiText-103, trained at 512", "ALiBi", ("T2",), True),
-    ("LEX, tables 2 and 5: arXiv, trained at 1,024", "LEX", ("T2", "T5"), True),
-    ("ALiBi, table 3: WikiText-103, trained at 1,024", "ALiBi", ("T3",), False),
-    ("ALiBi, table 4: WikiText-103, trained at 3,072", "ALiBi", ("T4",), False),
-    ("ALiBi, table 5: WikiText-103, ALiBi by training length", "ALiBi", ("T5",), False),
-    ("ALiBi, table 8: books, trained at 512 and 1,024", "ALiBi", ("T8",), False),
-    ("ALiBi, table 12: CC100 and RoBERTa's, 1.3B parameters", "ALiBi", ("T12 (50k updates)",), False),
-    ("ALiBi, tables 13 to 15: WikiText-103, sliding, stride 1", "ALiBi", ("T13", "T14", "T15"), False),
-)  # name, paper, tables, whether it is shown when papers are first asked for
 
 
 @dataclass(frozen=True)
 class PaperCurve:
     """One line of a paper: perplexity by length, and the perplexity at the training length that it is divided by."""
 
-    group: str
-    shown: bool
-    paper: str
-    table: str
-    corpus: str
-    split: str
+    label: str
     method: str
+    corpus: str
     train_length: int
     protocol: str
-    stride_or_block: int | None
     reference: float
-    points: tuple[tuple[int, float], ...]
-
-    @property
-    def label(self) -> str:
-        """The line's name in a legend."""
-        how = "" if self.protocol in ("nonoverlapping", "full") else f" · {self.protocol}"
-        block = f" {self.stride_or_block:,}" if how and self.protocol == "blockwise" else ""
-        return f"{self.paper}: {self.method} @ {self.train_length:,}{how}{block}"
+    points: list[tuple[int, float]]
 
 
 def perplexity() -> list[Row]:
-    """Return the papers' perplexities: a row a method, training length, evaluation length and protocol."""
+    """Return the papers' perplexities: a row per method, training length, evaluation length and protocol."""
     return _read("perplexity")
 
 
@@ -80,49 +60,34 @@ def speed_memory() -> list[Row]:
     return _read("speed_memory")
 
 
-def curves() -> list[PaperCurve]:
-    """Return the lines that have two points or more and a perplexity at the training length."""
-    rows = perplexity()
+def curves(name: str) -> list[PaperCurve]:
+    """Return a set's lines that have two points or more and a perplexity at the training length."""
+    groups: dict[tuple[Any, ...], dict[int, float]] = {}
+    for row in perplexity():
+        if f"{row['paper']} {row['table']}" in SETS[name] and row["perplexity"]:
+            model = (row["paper"], row["method"], row["corpus"], row["split"], row["train_length"])
+            key = (*model, row["protocol"], row["stride_or_block"])
+            groups.setdefault(key, {}).setdefault(row["eval_length"], row["perplexity"])
     found = []
-    for name, paper, tables, shown in SETS:
-        groups: dict[tuple[Any, ...], dict[int, Row]] = {}
-        for row in rows:
-            if row["paper"] == paper and row["table"] in tables:
-                key = tuple(
-                    row[k] for k in ("method", "train_length", "corpus", "split", "protocol", "stride_or_block")
-                )
-                groups.setdefault(key, {}).setdefault(row["eval_length"], row)
-        for (method, trained, corpus, split, protocol, amount), points in groups.items():
-            whole = groups.get((method, trained, corpus, split, "full", None), {})
-            start = points.get(trained) or whole.get(trained)
-            line = tuple(
-                (length, points[length]["perplexity"]) for length in sorted(points) if points[length]["perplexity"]
+    for (*about, protocol, block), points in groups.items():
+        paper, method, corpus, _, trained = about
+        start = points.get(trained) or groups.get((*about, "full", None), {}).get(trained)
+        if start is not None and len(points) > 1:
+            how = {"nonoverlapping": "", "full": "", "blockwise": f" · blockwise {block}"}.get(
+                protocol, f" · {protocol}"
             )
-            if start is None or len(line) < 2:
-                continue
-            table = ", ".join(dict.fromkeys(row["table"] for row in points.values()))
-            found.append(
-                PaperCurve(
-                    *(name, shown, paper, table, corpus, split, method, trained, protocol, amount),
-                    reference=start["perplexity"],
-                    points=line,
-                )
-            )
+            label = f"{paper}: {method} @ {trained:,}{how}"
+            found.append(PaperCurve(label, method, corpus, trained, protocol, start, sorted(points.items())))
     return found
 
 
-@cache
-def _text(name: str) -> str:
-    return (resources.files(__name__) / f"{name}.csv").read_text(encoding="utf-8")
-
-
 def _read(name: str) -> list[Row]:
-    return [{key: _value(key, text) for key, text in row.items()} for row in csv.DictReader(_text(name).splitlines())]
+    text = (resources.files(__name__) / f"{name}.csv").read_text(encoding="utf-8")
+    return [{key: _value(value) for key, value in row.items()} for row in csv.DictReader(text.splitlines())]
 
 
-def _value(key: str, text: str) -> Any:
-    if key in WHOLE:
-        return int(text) if text else None
-    if key in REAL:
-        return None if text in ("", "OOM") else float(text)
-    return text == "yes" if key == "blockwise" else text
+def _value(text: str) -> Any:
+    known: Row = {"": None, "OOM": None, "yes": True, "no": False}
+    if text in known:
+        return known[text]
+    return int(text) if text.isdigit() else float(text) if text.replace(".", "", 1).isdigit() else text

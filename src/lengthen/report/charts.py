@@ -1,0 +1,222 @@
+"""The figures, each described once: Altair charts that the page shows and that `write_figures` saves.
+
+`figures(report)` has, for each section, its figures; the first is shown, the others can be chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+try:
+    import altair as alt
+except ImportError:
+    raise ImportError('charts need altair and vl-convert: pip install "lengthen[report]"') from None
+
+from lengthen.report import papers
+from lengthen.report.collect import Report, Run, finite
+from lengthen.report.lines import COLOURS, Row, lines, row
+
+FORMATS = ("svg", "pdf", "png")
+WIDTH = 430  # pixels of a plot in a paper
+NAMES = {
+    **{"perplexity": "perplexity per token", "loss": "loss, nats per token"},
+    **{"perplexity_per_word": "perplexity per word", "bits_per_byte": "bits per byte"},
+    **{"tokens_per_second": "tokens/s", "peak_bytes": "peak memory, bytes"},
+    **{"ratio": "perplexity ÷ that at the training length"},
+}
+FILES = {"tokens_per_second": "speed", "peak_bytes": "memory"}
+ANALYSED = (  # section, file, columns of x and y, title
+    ("resolution", "resolution", "length", "resolution", "resolution"),
+    ("positions", "loss_by_position", "position", "loss", "loss, nats per token"),
+    ("recall", "recall", "distance", "accuracy", "fraction recalled"),
+)
+AXES = {"length": "length in tokens", "position": "position in the input", "distance": "distance in tokens"}
+METHODS = {  # a known method has the same colour in every report
+    **{"alibi": 0, "xpos": 1, "rotary": 2, "sinusoidal": 3, "absolute": 3, "t5": 4, "learned": 5, "kerple": 6},
+    **{"sandwich": 7, "none": 8},
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure: the name of its file, what it shows, and its panels, one but for maps."""
+
+    name: str
+    title: str
+    panels: list[Any]
+
+
+def write_figures(report: Report, folder: str | Path, formats: Sequence[str] = ("svg", "pdf")) -> list[Path]:
+    """Save every figure that the runs have numbers for, in each format; return the paths."""
+    unknown = [name for name in formats if name not in FORMATS]
+    if unknown or not formats:
+        raise ValueError(f"formats: expected some of {', '.join(FORMATS)}, got {', '.join(unknown) or 'none'}")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    found = [one for some in figures(report, WIDTH).values() for one in some]
+    written = []
+    for name, panels in {one.name: one.panels for one in reversed(found)}.items():  # of papers, the first set
+        chart = alt.concat(*panels, columns=2 if len(panels) < 5 else 3) if len(panels) > 1 else panels[0]
+        chart = chart.configure(font="Helvetica, Arial, sans-serif", background="white").configure_view(stroke=None)
+        chart = chart.configure_axis(gridColor="#e4e4e4", titleFontWeight="normal")
+        for form in formats:
+            written.append(folder / f"{name}.{form}")
+            chart.save(written[-1], format=form, **({"scale_factor": 2} if form == "png" else {}))
+    return sorted(written)
+
+
+def figures(report: Report, width: Any = "container") -> dict[str, list[Figure]]:
+    """Return the figures of each section that the runs have numbers for."""
+    curves = partial(lines, width=width, marks=sorted({run.train_length for run in report.runs}))
+    beside = partial(lines, x="length ÷ training length", width=width, marks=[1])
+    tints = dict(zip((run.label for run in report.runs), colours(report.runs), strict=True))
+    made: dict[str, list[Figure]] = {}
+
+    def add(section: str, name: str, title: str, chart: Any) -> None:
+        made.setdefault(section, []).extend([Figure(name, title, [chart])] if chart else [])
+
+    for key in list(NAMES)[:-1]:
+        log = key not in ("loss", "bits_per_byte")
+        chart = curves(_measured(report, tints, key), AXES["length"], NAMES[key], log=log)
+        add("speed" if key in FILES else "perplexity", FILES.get(key, key), NAMES[key], chart)
+    own = _measured(report, tints, "ratio")
+    for name in papers.SETS if own else []:
+        chart = beside(own + _paper(name), y=NAMES["ratio"], log=True)
+        add("perplexity", "perplexity_relative", f"beside {name}", chart)
+    for kind, name, x, y, title in ANALYSED:
+        add(kind, name, title, curves(_analysed(report, tints, kind, x, y), AXES[x], title))
+    own = [
+        one | {"x": one["x"] / one["trained"]} for one in _analysed(report, tints, "resolution", "length", "resolution")
+    ]
+    if own:
+        title = "beside LEX, table 3: arXiv, trained at 1,024"
+        add("resolution", "resolution_relative", title, beside(own + _paper_resolution(), y="resolution"))
+    for kind in ("reach", "distance"):
+        made[kind] = [Figure(kind, kind, panels)] if (panels := _maps(report, kind)) else []
+    return {section: some for section, some in made.items() if some}
+
+
+def colours(runs: Sequence[Run]) -> list[int]:
+    """Return a colour's number for each run: its method's if no earlier run has it, or else the first that is free."""
+    taken: list[int] = []
+    wanted = {METHODS.get(run.positions, -1) for run in runs}
+    for run in runs:
+        free = [METHODS.get(run.positions, -1), *sorted(range(len(COLOURS)), key=lambda one: one in wanted)]
+        taken.append(next((one for one in free if one >= 0 and one not in taken), len(taken)))
+    return taken
+
+
+def shown(value: Any, digits: int = 4) -> str:
+    """Return a number for reading: ∞ and n.a. for what is not one."""
+    if value is None or isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        return "n.a."
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if isinstance(value, int) or 10 ** (digits - 1) <= abs(value) < 1e15:
+        return f"{value:,.0f}"
+    return f"{value:#.{digits}g}".rstrip(".").replace("e+0", "e").replace("e+", "e")
+
+
+# The rows of each figure of curves.
+
+
+def _measured(report: Report, tints: dict[str, int], key: str) -> list[Row]:
+    found = []
+    for curve in report.curves:
+        start = curve.reference.perplexity if curve.reference else None
+        for one in curve.records:
+            value = getattr(one, "perplexity" if key == "ratio" else key)
+            if key == "ratio" and value is not None:
+                value = value / start if finite(start) and start else None
+            error = one.loss_se if key in ("loss", "perplexity") else None
+            bar: tuple[float, ...] = ()
+            if error is not None and 0 <= error < 100 and 0 < (value or 0) < 1e100:
+                bar = (value - error, value + error)
+                bar = (value * math.exp(-error), value * math.exp(error)) if key == "perplexity" else bar
+            x = one.length / curve.run.train_length if key == "ratio" else one.length
+            tip = {"length": f"{one.length:,}", NAMES[key]: shown(value), "s.e. of the loss": shown(one.loss_se, 2)}
+            tip |= {"protocol": one.how, "n": f"{shown(one.tokens)} tokens, {shown(one.documents)} documents"}
+            tip |= {"checkpoint": one.checkpoint or "n.a."}
+            found.append(row(curve.label, tints[curve.run.label], one.protocol, x, value, tip, bar))
+    return [one for one in found if one["y"] is not None]
+
+
+def _paper(name: str) -> list[Row]:
+    found = []
+    for line in papers.curves(name):
+        for length, value in line.points:
+            x, y = length / line.train_length, value / line.reference
+            tip = {"length": f"{length:,}", NAMES["ratio"]: shown(y), "protocol": line.protocol, "n": line.corpus}
+            found.append(row(line.label, METHODS[line.method], line.protocol, x, y, tip))
+    return found
+
+
+def _analysed(report: Report, tints: dict[str, int], kind: str, x: str, y: str) -> list[Row]:
+    found = []
+    for run in report.runs:
+        longest = max((one.get("length", 0) for one in run.rows(kind)), default=0)
+        for one in run.rows(kind):
+            if one.get("layer") is not None or (kind == "positions" and one["length"] < longest):
+                continue  # a layer's, or a shorter input's: in the table
+            block = bool(one.get("blockwise"))
+            label = run.label + f" · blockwise {one.get('block') or ''}".rstrip() * block
+            tip = {name: shown(value) for name, value in one.items() if name not in ("layer", "blockwise")}
+            value, trials = finite(one[y]), one.get("trials") or 0
+            bar: tuple[float, ...] = ()
+            if value is not None and 0 <= value <= 1 and trials > 0:
+                error = math.sqrt(value * (1 - value) / trials)
+                bar = (max(0.0, value - error), min(1.0, value + error))
+            found.append(row(label, tints[run.label], "blockwise" if block else "full", one[x], value, tip, bar))
+            found[-1]["trained"] = run.train_length
+    return found
+
+
+def _paper_resolution() -> list[Row]:
+    found = []
+    for one in papers.resolution():
+        label = f"LEX: {one['method']}{' · blockwise' * one['blockwise']}"
+        tip = {"length": shown(one["eval_length"]), "resolution": shown(one["resolution"]), "block": "n.a."}
+        x, how = one["eval_length"] / one["train_length"], "blockwise" if one["blockwise"] else "full"
+        found.append(row(label, METHODS[one["method"]], how, x, one["resolution"], tip))
+    return found
+
+
+def _maps(report: Report, kind: str) -> list[Any]:
+    """Return a panel per run, at the longest length that was analysed."""
+    cells: dict[str, list[Row]] = {}
+    for run in report.runs:
+        longest = max((one["length"] for one in run.rows(kind)), default=0)
+        for one in [one for one in run.rows(kind) if one["length"] == longest]:
+            shade = finite(one["share" if kind == "reach" else "weight"])
+            if kind == "reach" and one["share"] is None and finite(one["reach"]) is not None:
+                shade = one["reach"] / longest
+            text = {name: shown(value, 3) for name, value in one.items() if isinstance(value, float)}
+            named = {**one, **text, "shade": shade, "row": f"{one['layer']}.{one['head']}"}
+            cells.setdefault(f"{run.label}, length {longest:,}", []).append(named)
+    most = 1.0 if kind == "reach" else max((one["shade"] or 0 for some in cells.values() for one in some), default=1.0)
+    return [_map(some, kind, title, most or 1.0, title == list(cells)[-1]) for title, some in cells.items()]
+
+
+def _map(cells: list[Row], kind: str, title: str, most: float, last: bool) -> Any:
+    reach = kind == "reach"
+    across, down = ("head", "layer") if reach else ("distance", "row")
+    high, wide = (len({cell[key] for cell in cells}) for key in (down, across))
+    what = "fraction of scores" if reach else "fraction of attention"
+    legend = alt.Legend(title=what, orient="bottom", gradientLength=140, tickCount=3) if last else None
+    scale = alt.Scale(scheme="blues", domain=[0, most], type="linear" if reach else "sqrt")
+    base = alt.Chart(alt.InlineData(values=cells)).encode(
+        x=alt.X(f"{across}:O", sort=None, axis=alt.Axis(labelAngle=0 if reach else -60, format=",d")),
+        y=alt.Y(f"{down}:N", sort=None, title="layer" if reach else "layer.head"),
+        tooltip=[alt.Tooltip(field=key, type="nominal") for key in cells[0] if key not in ("shade", "row")],
+    )
+    rect = base.mark_rect().encode(color=alt.Color("shade:Q", scale=scale, legend=legend))
+    dark = alt.ColorValue("#222222", condition={"test": "datum.shade > 0.55", "value": "white"})
+    text = base.mark_text(fontSize=10).encode(text=alt.Text("reach:N"), color=dark)
+    size = {"width": 44 * wide, "height": 26 * high} if reach else {"width": 22 * wide, "height": 13 * high}
+    named = alt.TitleParams(title, anchor="start", fontSize=12, fontWeight="normal")
+    return alt.layer(rect, *([text] if reach else [])).properties(title=named, **size)
