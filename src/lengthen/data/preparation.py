@@ -9,8 +9,8 @@
 What is not finished lies in `.prepare/<run>`, `<run>` being a hash of the settings and of the sources: a file that is
 there under its name is whole and belongs to this run, and resuming is leaving out what is there.
 
-Parts are encoded in threads, not processes: `tokenizers` releases Python's lock while it encodes, which is nine tenths
-of the work. Threads share one import of torch, end with the process, and run no main module again.
+Parts are encoded in threads, not processes: `tokenizers` releases Python's lock while it encodes, which is most of the
+work. Threads share one import of torch, end with the process, and run no main module again.
 """
 
 from __future__ import annotations
