@@ -65,7 +65,7 @@ def test_names_at_line_ends_do_not_overlap(tmp_path: Path) -> None:
     rows = [row(f"run {n}", n, "full", x, 10 + n / 1e6, {}) for n in range(20) for x in (1, 2)]
     chart = lines(rows, "x", "y", 400).to_dict()
     low, high = next(one for one in chart["layer"] if one["mark"]["type"] == "line")["encoding"]["y"]["scale"]["domain"]
-    names = next(one for one in chart["layer"] if one["mark"].get("limit"))
+    names = next(one for one in chart["layer"] if "limit" in one["mark"])
     ends = sorted(one["y"] for one in chart["datasets"][names["data"]["name"]])
     pixels = [(end - low) / (high - low) * chart["height"] for end in ends]
     assert 0 <= min(pixels) < max(pixels) <= chart["height"]

@@ -139,7 +139,11 @@ def _measured(report: Report, tints: dict[str, int], key: str) -> list[Row]:
                 bar = (value - error, value + error)
                 bar = (value * math.exp(-error), value * math.exp(error)) if key == "perplexity" else bar
             x = one.length / curve.run.train_length if key == "ratio" else one.length
-            tip = {"length": f"{one.length:,}", NAMES[key]: shown(value), "s.e. of the loss": shown(one.loss_se, 2)}
+            tip = {
+                "length": f"{one.length:,}",
+                NAMES[key]: shown(value),
+                "standard error of the loss": shown(one.loss_se, 2),
+            }
             tip |= {"protocol": one.how, "n": f"{shown(one.tokens)} tokens, {shown(one.documents)} documents"}
             tip |= {"checkpoint": one.checkpoint or "n.a."}
             found.append(row(curve.label, tints[curve.run.label], one.protocol, x, value, tip, bar))
