@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import xml.etree.ElementTree as ET
@@ -70,3 +71,12 @@ def test_names_at_line_ends_do_not_overlap(tmp_path: Path) -> None:
     pixels = [(end - low) / (high - low) * chart["height"] for end in ends]
     assert 0 <= min(pixels) < max(pixels) <= chart["height"]
     assert min(b - a for a, b in pairwise(pixels)) > 13.9
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize(
+    "values", [[1e308, -1e308, 1.0], [5e-324, 1.0], [0.0], [3.0, 3.0], [1.0, 1.0 + 2**-52], [1e99]]
+)
+def test_any_numbers_can_be_drawn(values: list[float], log: bool) -> None:
+    chart = lines([row("a", 0, "full", n + 1, value, {}) for n, value in enumerate(values)], "x", "y", 400, log)
+    assert chart is None or json.dumps(chart.to_dict(), allow_nan=False)

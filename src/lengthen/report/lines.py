@@ -35,7 +35,7 @@ def lines(rows: Iterable[Row], x: str, y: str, width: Any, log: bool = False, ma
     """Return the curves, with bars of one standard error and a rule at training lengths; none without a point."""
     form = ".3~s" if "bytes" in y else ",.6~g"
     at, back = (math.log, math.exp) if log else (float, float)
-    data = [one | {"y": finite(one["y"])} for one in rows if one["x"] > 0 and not (log and one["y"] <= 0)]
+    data = [one | {"y": _drawn(one["y"], log)} for one in rows if one["x"] > 0]
     points = [one for one in data if one["y"] is not None]  # where there is none, the curve is broken
     if not points:
         return None
@@ -92,6 +92,11 @@ def lines(rows: Iterable[Row], x: str, y: str, width: Any, log: bool = False, ma
     ]
     title = alt.TitleParams(y, anchor="start", fontSize=12, fontWeight="normal", frame="bounds", offset=14)
     return alt.layer(*layers, data=alt.InlineData(values=data)).properties(width=width, height=height, title=title)
+
+
+def _drawn(value: Any, log: bool) -> float | None:
+    number = finite(value)
+    return None if number is None or abs(number) > 1e100 or (log and number < 1e-100) else number
 
 
 def _ticks(low: float, high: float, log: bool) -> list[float]:
