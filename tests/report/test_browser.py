@@ -93,6 +93,7 @@ def test_pointing_tells_values_and_a_click_singles_out(visit: Open) -> None:
     page = visit()
     page.locator(POINTS).last.hover()
     said = page.locator(TIP).inner_text()
+    assert "undefined" not in said
     for part in ("curve", "sinusoidal · blockwise 32", "1,024", "65,536 tokens, 37 documents", "step-00002000"):
         assert part in said
     page.locator(POINTS).last.click()
@@ -122,6 +123,10 @@ def test_other_measures_and_the_papers_can_be_chosen(visit: Open) -> None:
     page.select_option(f"{HEADLINE} select", index=4)
     page.wait_for_function(f"() => document.querySelectorAll('{LINES}').length > 15")
     assert "LEX: rotary @ 1,024" in page.locator(f"{HEADLINE} .mark-text.role-mark text").all_text_contents()
+    page.locator(POINTS).last.dispatch_event("pointermove")
+    said = page.locator(TIP).inner_text()
+    assert "LEX: " in said
+    assert "undefined" not in said
 
 
 def test_light_and_dark(visit: Open) -> None:
@@ -142,6 +147,8 @@ def test_a_phone_need_not_scroll_sideways_and_a_tap_tells(visit: Open, width: in
     page.locator(POINTS).nth(2).scroll_into_view_if_needed()
     page.locator(POINTS).nth(2).tap()
     assert "65,536 tokens" in page.locator(TIP).inner_text()
+    box = page.locator(TIP).bounding_box()
+    assert 0 <= box["x"] < box["x"] + box["width"] <= width
     table = page.locator("details:has(.scroll) >> nth=0")
     table.locator("summary").click()
     assert table.locator(".scroll").evaluate("(one) => one.scrollWidth > one.clientWidth")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import xml.etree.ElementTree as ET
@@ -65,8 +66,17 @@ def test_names_at_line_ends_do_not_overlap(tmp_path: Path) -> None:
     rows = [row(f"run {n}", n, "full", x, 10 + n / 1e6, {}) for n in range(20) for x in (1, 2)]
     chart = lines(rows, "x", "y", 400).to_dict()
     low, high = next(one for one in chart["layer"] if one["mark"]["type"] == "line")["encoding"]["y"]["scale"]["domain"]
-    names = next(one for one in chart["layer"] if one["mark"].get("limit"))
+    names = next(one for one in chart["layer"] if "limit" in one["mark"])
     ends = sorted(one["y"] for one in chart["datasets"][names["data"]["name"]])
     pixels = [(end - low) / (high - low) * chart["height"] for end in ends]
     assert 0 <= min(pixels) < max(pixels) <= chart["height"]
     assert min(b - a for a, b in pairwise(pixels)) > 13.9
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize(
+    "values", [[1e308, -1e308, 1.0], [5e-324, 1.0], [0.0], [3.0, 3.0], [1.0, 1.0 + 2**-52], [1e99]]
+)
+def test_any_numbers_can_be_drawn(values: list[float], log: bool) -> None:
+    chart = lines([row("a", 0, "full", n + 1, value, {}) for n, value in enumerate(values)], "x", "y", 400, log)
+    assert chart is None or json.dumps(chart.to_dict(), allow_nan=False)

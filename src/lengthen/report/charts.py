@@ -135,11 +135,15 @@ def _measured(report: Report, tints: dict[str, int], key: str) -> list[Row]:
                 value = value / start if finite(start) and start else None
             error = one.loss_se if key in ("loss", "perplexity") else None
             bar: tuple[float, ...] = ()
-            if error is not None and 0 <= error < 100 and 0 < (value or 0) < 1e100:
+            if error is not None and 0 <= error < 100 and 1e-50 < (value or 0) < 1e50:
                 bar = (value - error, value + error)
                 bar = (value * math.exp(-error), value * math.exp(error)) if key == "perplexity" else bar
             x = one.length / curve.run.train_length if key == "ratio" else one.length
-            tip = {"length": f"{one.length:,}", NAMES[key]: shown(value), "s.e. of the loss": shown(one.loss_se, 2)}
+            tip = {
+                "length": f"{one.length:,}",
+                NAMES[key]: shown(value),
+                "standard error of the loss": shown(one.loss_se, 2),
+            }
             tip |= {"protocol": one.how, "n": f"{shown(one.tokens)} tokens, {shown(one.documents)} documents"}
             tip |= {"checkpoint": one.checkpoint or "n.a."}
             found.append(row(curve.label, tints[curve.run.label], one.protocol, x, value, tip, bar))

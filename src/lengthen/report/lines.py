@@ -21,6 +21,7 @@ SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross"
 DASHES = {"nonoverlapping": [1, 0], "full": [1, 0], "blockwise": [2, 3], "sliding": [7, 3], "window": [8, 3, 2, 3]}
 LOOK = ("label", "x", "y", "low", "high", "trained", "colour", "shape", "dash")  # what else a row has is its tooltip
 HEIGHT, GAP = 320, 14  # pixels: of a plot, and between two names
+LIMIT = "windowSize()[0] < 500 ? 110 : 190"  # of a name's width: less on a phone
 
 
 def row(label: str, colour: int, protocol: str, x: float, y: Any, tip: Row, bar: Sequence[float] = ()) -> Row:
@@ -34,7 +35,7 @@ def lines(rows: Iterable[Row], x: str, y: str, width: Any, log: bool = False, ma
     """Return the curves, with bars of one standard error and a rule at training lengths; none without a point."""
     form = ".3~s" if "bytes" in y else ",.6~g"
     at, back = (math.log, math.exp) if log else (float, float)
-    data = [one | {"y": finite(one["y"])} for one in rows if one["x"] > 0 and not (log and one["y"] <= 0)]
+    data = [one | {"y": _drawn(one["y"], log)} for one in rows if one["x"] > 0]
     points = [one for one in data if one["y"] is not None]  # where there is none, the curve is broken
     if not points:
         return None
@@ -61,7 +62,9 @@ def lines(rows: Iterable[Row], x: str, y: str, width: Any, log: bool = False, ma
     clear = statistics.median(wide or [0.0]) < 0.3 * (high - low)  # else they would hide the curves
     bars = base.transform_filter("isValid(datum.low)").mark_rule()
     tips = [alt.Tooltip("label:N", title="curve")]
-    tips += [alt.Tooltip(field=key, type="nominal", title=key) for key in points[0] if key not in LOOK]
+    keys = dict.fromkeys(key for one in points for key in one if key not in LOOK)  # no dots: they are paths to Vega
+    tips += [alt.Tooltip(field=key, type="nominal", title=key) for key in keys]
+    data = [dict.fromkeys(keys, "n.a.") | one for one in data]
     said = alt.DescriptionValue(alt.ExprRef("datum.label + ', ' + datum.x + ': ' + datum.y"))  # for screen readers
     dots = base.mark_point(filled=True, size=45, opacity=1).encode(
         shape=alt.Shape("shape:N", scale=None), opacity=faded, tooltip=tips, description=said
@@ -81,7 +84,7 @@ def lines(rows: Iterable[Row], x: str, y: str, width: Any, log: bool = False, ma
         names.mark_rule(strokeWidth=0.7, opacity=0.4).encode(
             x=alt.X("x:Q"), x2=alt.value("width"), y=alt.Y("end:Q"), y2=alt.Y2("y:Q")
         ),
-        names.mark_text(align="left", dx=9, fontSize=11, limit=190).encode(
+        names.mark_text(align="left", dx=9, fontSize=11, limit=alt.ExprRef(LIMIT)).encode(
             x=alt.value("width"), text=alt.Text("label:N"), opacity=faded
         ),
         base.mark_line(strokeWidth=2).encode(strokeDash=alt.StrokeDash("dash:N", scale=None), opacity=faded),
@@ -89,6 +92,11 @@ def lines(rows: Iterable[Row], x: str, y: str, width: Any, log: bool = False, ma
     ]
     title = alt.TitleParams(y, anchor="start", fontSize=12, fontWeight="normal", frame="bounds", offset=14)
     return alt.layer(*layers, data=alt.InlineData(values=data)).properties(width=width, height=height, title=title)
+
+
+def _drawn(value: Any, log: bool) -> float | None:
+    number = finite(value)
+    return None if number is None or abs(number) > 1e100 or (log and number < 1e-100) else number
 
 
 def _ticks(low: float, high: float, log: bool) -> list[float]:
