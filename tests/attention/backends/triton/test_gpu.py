@@ -468,5 +468,5 @@ def test_autocast_changes_nothing_and_forward_mode_is_refused(alibi: Call, gradi
     for name in expected:
         assert torch.equal(got[name], expected[name]), name
     rest = {name: x for name, x in alibi.items() if name != "q"}
-    with pytest.raises(NotImplementedError, match="no derivative by torch.func"):
+    with pytest.raises(NotImplementedError, match=r"no derivative by torch.func"):
         torch.func.jvp(lambda q: lengthen.attention(q, **rest), (alibi["q"],), (torch.ones_like(alibi["q"]),))
