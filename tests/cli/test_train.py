@@ -52,7 +52,7 @@ def test_from_words_to_a_model(data: str, tmp_path: Path, capsys: Capture) -> No
     assert re.search(r"^  validation at 32: loss \d\.\d{4}, perplexity \d+\.\d{3}$", said.out, flags=re.MULTILINE)
     last = out / "checkpoints" / "step-00000004"
     assert f"  saved {last}\n" in said.out
-    end = f"done after 4 steps; the model is {last / 'model.safetensors'}\n\nNext: lengthen eval {out} --data {data}\n"
+    end = f"done after 4 steps; the model is {last / 'model.safetensors'}\n\nNext: lengthen eval {out}\n"
     assert said.out.endswith(end)
 
     config = read_toml(out / "config.toml", Config)

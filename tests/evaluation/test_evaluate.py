@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -86,6 +87,36 @@ def test_what_is_there_is_not_measured_again(corpus: Corpus, trained: Path, monk
     assert len(lines(trained)) == 5
 
 
+def test_a_result_is_of_the_weights(corpus: Corpus, folder: Path) -> None:
+    """Trained anew in the same folder, to the same step, it is another model, whose results are its own."""
+    found = []
+    for positions in ("alibi", "none", "alibi"):
+        shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)
+        subject = open_run(run(folder / "run", corpus, positions=positions))
+        (one,) = evaluate(subject, corpus, [protocol("nonoverlapping", 8, 8)], tokens=64)
+        found.append((one.positions, one.loss, one.weights))
+    assert found[0] == found[2]
+    assert found[0][1] != found[1][1]
+    assert [line["positions"] for line in lines(folder / "run")] == ["alibi", "none"]  # the third was there
+
+
+def test_without_a_name_the_corpus_is_the_one_it_was_trained_on(
+    corpus: Corpus, trained: Path, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    words = ["eval", str(trained), "--tokens", "64", "--lengths", "8", "--device", "cpu"]
+    assert main(words) == 0
+    assert f"{corpus.directory}, split 'validation' ({corpus.fingerprint})" in capsys.readouterr().out
+    for key, value, message in (
+        ("data", "another", r"--data: .* was trained on a corpus with the fingerprint another, and .* has "),
+        ("folder", "gone", r"--data: .* was trained on gone, which is not there any more; name a corpus"),
+    ):
+        for path in trained.glob("checkpoints/*/state.json"):
+            path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+        assert main(words) == 1
+        assert re.search(message, capsys.readouterr().err)
+
+
 def test_the_same_tokens_are_scored_at_every_length(corpus: Corpus, trained: Path) -> None:
     subject, there = open_run(trained), len(corpus["validation"]) - 1
     chosen = [protocol("nonoverlapping", length, 8) for length in (8, 120, there)]
@@ -113,7 +144,7 @@ def result(**changes: object) -> Result:
 
 def _append(folder: Path, first: int) -> None:
     for step in range(first, first + 50):
-        results.append(folder, result(step=step))
+        results.append(folder, result(weights=str(step)))
 
 
 def test_two_at_once_leave_whole_lines(folder: Path) -> None:
@@ -152,7 +183,8 @@ def test_the_command_ends_with_a_table_and_a_verdict(
     words = ["eval", str(trained), "--data", str(corpus.directory), "--tokens", "64", "--device", "cpu"]
     assert main([*words, "--lengths", "8,16", "--protocol", "nonoverlapping,sliding", "--stride", "4"]) == 0
     said = capsys.readouterr().out
-    assert "alibi, trained at 8; split 'validation' of" in said
+    assert "alibi, trained at 8\n" in said
+    assert f"{corpus.directory}, split 'validation' ({corpus.fingerprint})" in said
     assert "the same 64 tokens" in said
     assert [line.split()[2] for line in said.splitlines() if line.startswith(("     8", "    16"))]
     assert "sliding, stride 4" in said

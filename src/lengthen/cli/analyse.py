@@ -49,7 +49,7 @@ class Arguments:
     """What `lengthen analyse` is told."""
 
     run_folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]  # a run's folder, or a checkpoint's
-    data: Path | None = None  # token shards; none: the default corpus
+    data: Path | None = None  # token shards; none: those that the model was trained on
     what: list[Name] | None = None  # none: all but recall, and reach for ALiBi alone
     lengths: list[int] | None = None  # tokens read at once; none: the training length times 1, 2, 4, 8, 16
     tokens: int = 16_384  # of the text to read
@@ -100,7 +100,7 @@ def wanted(given: list[Name] | None) -> list[str]:
 
 
 def _corpus(directory: Path | None, asked: list[str], subject: Subject) -> Corpus | None:
-    """Return the corpus, if an analysis reads one: the folder's, or the default one of the run's config."""
+    """Return the corpus, if an analysis reads one: the one that was named, or the one that the run was trained on."""
     from lengthen.cli.corpus import corpus_of
     from lengthen.evaluation.runs import refuse_other_tokens
 

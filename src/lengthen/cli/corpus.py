@@ -32,5 +32,17 @@ def open_corpus(directory: Path | None, data: DataConfig) -> Corpus:
 
 
 def corpus_of(subject: Subject, directory: Path | None) -> Corpus:
-    """Return the corpus to read with a run's model: the folder's, or the default one with the run's tokenizer."""
-    return open_corpus(directory, read_toml(subject.checkpoint.path / "config.toml", Config).data)
+    """Return the corpus to read with a run's model: the one that was named, or the one that it was trained on."""
+    if directory is not None:
+        return Corpus.open(directory)
+    path, state = subject.checkpoint.path, subject.checkpoint.state
+    trained = state.get("folder")
+    if trained is not None and not Path(trained).is_dir():
+        raise FileNotFoundError(f"--data: {path} was trained on {trained}, which is not there any more; name a corpus")
+    corpus = open_corpus(None if trained is None else Path(trained), read_toml(path / "config.toml", Config).data)
+    if corpus.fingerprint != state["data"]:
+        raise ValueError(
+            f"--data: {path} was trained on a corpus with the fingerprint {state['data']}, and {corpus.directory} has "
+            f"{corpus.fingerprint}; name the corpus to read"
+        )
+    return corpus

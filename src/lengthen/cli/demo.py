@@ -137,12 +137,15 @@ def evaluate_one(folder: Path, corpus: Corpus, tokens: int, tell: Tell) -> list[
 def analyse_one(folder: Path, corpus: Corpus, tell: Tell) -> None:
     """Look into one run, as `lengthen analyse` does, at a few lengths and on a little text."""
     from lengthen.evaluation import analyses, open_run
+    from lengthen.io import read_json
 
     subject = open_run(folder)
     config = subject.model.config
     fitting = {name: times for name, times in ANALYSES.items() if name != "reach" or config.positions == "alibi"}
     for number, (name, times) in enumerate(fitting.items(), 1):
-        if not (folder / "analysis" / f"{name}.json").exists():
+        path = folder / "analysis" / f"{name}.json"
+        there = read_json(path, dict) if path.exists() else {}
+        if (there.get("weights"), there.get("data")) != (subject.weights, corpus.fingerprint):
             lengths = [config.train_length * factor for factor in times]
             more = {"blockwise": True} if name == "resolution" and config.positions in BLOCKWISE else {}
             found = analyses.ANALYSES[name].analyse(subject, corpus, lengths, tokens=ANALYSED, **more)

@@ -36,7 +36,7 @@ class Arguments:
     """What `lengthen eval` is told."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]  # a run's folder, or one checkpoint's
-    data: Path | None = None  # token shards; none: the default corpus
+    data: Path | None = None  # token shards; none: those that the model was trained on
     split: str = "validation"  # of the corpus
     lengths: list[int] | None = None  # in tokens; none: 1× to 32× the training length
     protocol: list[Protocol] = field(default_factory=lambda: ["nonoverlapping"])  # how a text is read
@@ -88,7 +88,7 @@ def run(arguments: Arguments) -> int:
             tell=lambda one, done, total: progress(f"{one.length:,} {one}", done, total),
             again=arguments.again,
         )
-    print(describe(subject, results, corpus.fingerprint))
+    print(describe(subject, results, corpus))
     print()
     for verdict in verdicts(results):
         print(verdict)
@@ -108,14 +108,15 @@ def whole_numbers(name: str, given: list[int]) -> list[int]:
     return sorted(set(given))
 
 
-def describe(subject: Subject, results: list[Result], data: str) -> str:
+def describe(subject: Subject, results: list[Result], corpus: Corpus) -> str:
     """Return the results as a table, under a line that says what they are of."""
     from lengthen.evaluation import Protocol
 
     config, first = subject.model.config, results[0]
     head = (
-        f"\n{subject.checkpoint.path}: {config.positions}, trained at {config.train_length:,}; split {first.split!r} "
-        f"of {data}, the same {first.tokens:,} tokens of {first.documents:,} documents at every length"
+        f"\n{subject.checkpoint.path}: {config.positions}, trained at {config.train_length:,}\n"
+        f"{corpus.directory}, split {first.split!r} ({corpus.fingerprint}): the same {first.tokens:,} tokens of "
+        f"{first.documents:,} documents at every length"
     )
     rows = [("length", "×", "protocol", "loss ± s.e.", "perplexity", "per word", "bits/byte", "tokens/s", "memory")]
     for one in results:

@@ -121,8 +121,7 @@ def run(arguments: Arguments) -> int:
     if not outcome.finished:
         return 130
     if here.first:
-        data = ["--data", str(arguments.data)] if arguments.data else []
-        print("\nNext: " + shlex.join(["lengthen", "eval", str(out), *data]))
+        print("\nNext: " + shlex.join(["lengthen", "eval", str(out)]))
     return 0
 
 

@@ -39,6 +39,7 @@ class Result:
     seconds: float
     peak_bytes: int | None  # of memory that scoring took beside the model; none where it cannot be known
     device: str
+    weights: str = ""  # the sha256 of the model's file; empty in results from before it was noted
 
     @property
     def perplexity(self) -> float:
@@ -57,7 +58,7 @@ class Result:
 
 def key(record: dict[str, Any]) -> tuple[Any, ...]:
     """Return what makes a record the same measurement as another."""
-    names = ("checkpoint", "step", "data", "split", "protocol", "length", "stride", "block", "tokens")
+    names = ("weights", "data", "split", "protocol", "length", "stride", "block", "tokens")
     return tuple(record[name] for name in names)
 
 

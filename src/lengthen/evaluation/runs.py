@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -28,6 +29,11 @@ class Subject:
     model: Transformer
     checkpoint: Checkpoint
     folder: Path
+
+    @cached_property
+    def weights(self) -> str:
+        """The sha256 of the weights' file."""
+        return self.checkpoint.weights
 
 
 def open_run(path: str | Path, which: str = "last", device: str | torch.device = "cpu") -> Subject:
@@ -125,6 +131,7 @@ def _about(subject: Subject, corpus: Corpus, split: str, one: Protocol, targets:
         "train_length": subject.model.config.train_length,
         "checkpoint": subject.checkpoint.path.name,
         "step": subject.checkpoint.step,
+        "weights": subject.weights,
         "data": corpus.fingerprint,
         "split": split,
         "protocol": one.name,

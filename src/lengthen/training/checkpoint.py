@@ -3,7 +3,7 @@
     checkpoints/step-00000500/
         model.safetensors     the weights and the model's config: all that is needed to use the model
         optimizer/            AdamW's state, by torch.distributed.checkpoint: for any number of processes
-        state.json            the step, the validation losses, the fingerprint of the data
+        state.json            the step, the validation losses, the data's fingerprint and folder
         config.toml           the run's config
 
 A checkpoint is written under a hidden name, forced to the disk, and renamed: what has its proper name is complete,
@@ -13,6 +13,7 @@ saving: data, learning rate and random numbers are functions of the step.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import warnings
@@ -55,6 +56,12 @@ class Checkpoint:
     def step(self) -> int:
         """Steps taken before it was written."""
         return int(self.state["step"])
+
+    @property
+    def weights(self) -> str:
+        """The sha256 of the weights' file: what was measured of a model is of these weights."""
+        with (self.path / "model.safetensors").open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     @property
     def validation(self) -> float | None:

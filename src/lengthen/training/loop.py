@@ -264,6 +264,7 @@ class _Run:
             "loss": self.loss,
             "validation": self.validation[1] if measured and self.validation else None,
             "data": self.corpus.fingerprint,
+            "folder": str(self.corpus.directory.resolve()),
             "tokenizer": self.corpus.tokenizer_name,
             "processes": self.here.size,
         }

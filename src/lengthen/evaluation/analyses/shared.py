@@ -33,6 +33,7 @@ def header(kind: str, subject: Subject, corpus: Corpus | None) -> Row:
         "positions": config.positions,
         "train_length": config.train_length,
         "checkpoint": subject.checkpoint.path.name,
+        "weights": subject.weights,
         "data": None if corpus is None else corpus.fingerprint,
     }
 
