@@ -198,9 +198,9 @@ def test_what_is_wrong_is_said(data: str, tmp_path: Path, capsys: Capture, monke
     assert "nowhere" in said
     Path("broken.toml").write_text("[model\n")
     assert refused(["broken.toml"], capsys).startswith("broken.toml: expected TOML, got something else: ")
-    if not torch.cuda.is_available():
-        said = refused(["tiny", "--data", data, "--device", "cuda"], capsys)
-        assert said == "--device: expected one that is here, got 'cuda', and torch sees no CUDA device"
+    for device in ("foo", "meta", "cuda:99"):
+        said = refused(["tiny", "--data", data, "--device", device], capsys)
+        assert said.startswith(f"--device: expected cpu, cuda or cuda:1, and one that is here, got {device!r}: ")
     assert not Path("data").exists(), "the default corpus was prepared before the words were checked"
 
 

@@ -64,11 +64,10 @@ class Arguments:
 
 def run(arguments: Arguments) -> int:
     """Analyse, with progress; write the results, and end with short tables."""
-    import torch
-
     from lengthen.cli.evaluate import whole_numbers
     from lengthen.evaluation import open_run
     from lengthen.evaluation.analyses import ANALYSES, fitting_lengths, write
+    from lengthen.training.parallel import pick_device
 
     asked = wanted(arguments.what)
     given = whole_numbers("--lengths", arguments.lengths) if arguments.lengths is not None else None
@@ -76,8 +75,7 @@ def run(arguments: Arguments) -> int:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name}: expected a whole number of at least 1, got {value}")
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    subject = open_run(arguments.run_folder, device=device)
+    subject = open_run(arguments.run_folder, device=pick_device(arguments.device))
     corpus = _corpus(arguments.data, asked, subject)
     names = _fitting(asked, subject, said=arguments.what is not None)
     texts = {name: None if name == "recall" else corpus for name in names}

@@ -87,8 +87,6 @@ def config_of(method: str, steps: int, seed: int) -> Config:
 
 def train_one(config: Config, corpus: Corpus, folder: Path, tell: Tell) -> None:
     """Train one model, or go on; a folder with a run of other settings is refused."""
-    import torch
-
     from lengthen.config import Config, differences
     from lengthen.io import read_toml
     from lengthen.training import Watcher, train, world
@@ -108,18 +106,16 @@ def train_one(config: Config, corpus: Corpus, folder: Path, tell: Tell) -> None:
         def stepped(self, record: Record) -> None:
             tell("training", record["tokens"], total)
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with world(device) as here:
+    with world() as here:
         train(config, corpus, folder, here, watchers=[Bar()])
 
 
 def evaluate_one(folder: Path, corpus: Corpus, tokens: int, tell: Tell) -> list[Result]:
     """Return the results of one run at every length, under each protocol that is for it."""
-    import torch
-
     from lengthen.evaluation import evaluate, open_run, protocol
+    from lengthen.training.parallel import pick_device
 
-    subject = open_run(folder, device="cuda" if torch.cuda.is_available() else "cpu")
+    subject = open_run(folder, device=pick_device())
     config = subject.model.config
     names = ["nonoverlapping", *(["blockwise"] if config.positions in BLOCKWISE else [])]
     base = config.train_length

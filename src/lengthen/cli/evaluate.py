@@ -50,13 +50,11 @@ class Arguments:
 
 def run(arguments: Arguments) -> int:
     """Evaluate, with progress; end with a table and the verdicts."""
-    import torch
-
     from lengthen.cli.corpus import corpus_of
     from lengthen.evaluation import evaluate, open_run, protocol, verdicts
+    from lengthen.training.parallel import pick_device
 
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    subject = open_run(arguments.run, arguments.checkpoint, device)
+    subject = open_run(arguments.run, arguments.checkpoint, pick_device(arguments.device))
     corpus = corpus_of(subject, arguments.data)
     base, longest = subject.model.config.train_length, subject.model.config.longest
     given = arguments.lengths

@@ -80,16 +80,23 @@ class World:
         return next((peak for known, peak in PEAKS.items() if known in name), None)
 
 
+def pick_device(name: str | None = None) -> torch.device:
+    """Return the device of this name; without one, the process's GPU where there is one. Others are refused."""
+    kind = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+        torch.ones((), device=chosen).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as problem:  # what torch says of a device it lacks
+        why = str(problem).partition("\n")[0]
+        raise ValueError(f"device: expected cpu, cuda or cuda:1, and one that is here, got {kind!r}: {why}") from None
+    return chosen
+
+
 @contextmanager
 def world(device: str | None = None) -> Iterator[World]:
     """Join the processes that torchrun started, if it did, and leave them at the end."""
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device: expected one that is here, got {kind!r}, and torch sees no CUDA device")
-    chosen = torch.device(kind)
-    if kind == "cuda":
-        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    chosen = pick_device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if size == 1:
