@@ -46,6 +46,16 @@ class StopAt(Watcher):
             os.kill(os.getpid(), self.number)
 
 
+class Said(Watcher):
+    """Keeps what a run says."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def said(self, text: str) -> None:
+        self.lines.append(text)
+
+
 def test_a_run_leaves_its_config_its_log_and_a_model_that_loads(
     corpus: Corpus, make: Make, alone: World, tmp_path: Path
 ) -> None:
@@ -138,6 +148,21 @@ def test_resume_never_auto_and_from_a_path(corpus: Corpus, make: Make, alone: Wo
         train(make(), corpus, tmp_path / "third", alone, resume=str(tmp_path / "nowhere"))
     done = train(make(), corpus, tmp_path / "second", alone)  # nothing is left to do
     assert (done.step, done.finished, done.loss) == (12, True, None)
+
+
+def test_going_back_sets_later_checkpoints_aside(corpus: Corpus, make: Make, alone: World, tmp_path: Path) -> None:
+    config = make(checkpoint__every=3, checkpoint__keep=9)
+    train(config, corpus, tmp_path, alone)
+    whole, said = losses(tmp_path), Said()
+    start = tmp_path / "checkpoints" / "step-00000003"
+    outcome = train(config, corpus, tmp_path, alone, resume=str(start), watchers=[StopAt(4), said])
+    assert outcome.step == 5
+    names = [path.name for path in sorted((tmp_path / "checkpoints").iterdir())]
+    later = [f"aside-1-step-{step:08d}" for step in (6, 9, 12)]
+    assert names == [*later, "step-00000003", "step-00000005"]
+    assert [line.rpartition("/")[2] for line in said.lines if "later step" in line] == later
+    assert train(config, corpus, tmp_path, alone).finished  # from step 5 on, and not from 12
+    assert losses(tmp_path) == whole
 
 
 def test_another_model_is_refused_by_the_keys_that_differ(

@@ -14,6 +14,7 @@ saving: data, learning rate and random numbers are functions of the step.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import shutil
 import warnings
@@ -41,7 +42,7 @@ from lengthen.model import Transformer
 from lengthen.model.weights import read, write
 from lengthen.training.parallel import World
 
-PREFIX, PARTIAL, GOING = "step-", ".partial-", ".going-"
+PREFIX, PARTIAL, GOING, ASIDE = "step-", ".partial-", ".going-", "aside-"
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -192,6 +193,16 @@ def prune(folder: Path, keep: int) -> list[Path]:
     for path in going:
         _remove(path)
     return going
+
+
+def set_aside(folder: Path, after: int) -> list[Path]:
+    """Rename the checkpoints of later steps, which a run that went back will take again; return their new places."""
+    moved = []
+    for one in listed(folder):
+        if one.step > after:
+            names = (folder / f"{ASIDE}{number}-{one.path.name}" for number in itertools.count(1))
+            moved.append(one.path.rename(next(path for path in names if not path.exists())))
+    return moved
 
 
 def sweep(folder: Path) -> None:

@@ -102,6 +102,8 @@ class _Run:
         self.log: Log | None = None
         if here.first:
             checkpoints.sweep(self.folder)
+            for path in checkpoints.set_aside(self.folder, self.step):
+                self.tell("said", f"a checkpoint of a later step is now {path}")
             io.write_text(out / "config.toml", io.to_toml(config))
             self.log = Log(out / "metrics.jsonl", after=self.step if self.resumed else -1)
             if config.log.tensorboard:
