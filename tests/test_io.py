@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import tomllib
 from dataclasses import dataclass, field
@@ -95,6 +96,16 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path) -> None:
         assert path.read_bytes() == b"old\r\n"
     assert path.read_text() == "new"
     assert [one.name for one in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"No space left on device: '.*/a.json'$"), io.whole(tmp_path / "a.json"):
+        raise OSError(errno.ENOSPC, "No space left on device")  # as writing does, which knows no name
+    with pytest.raises(OSError, match=r"^no number$"), io.whole(tmp_path / "a.json"):
+        raise OSError("no number")
+    with pytest.raises(FileNotFoundError, match=r"'.*/other'$"), io.whole(tmp_path / "a.json"):
+        (tmp_path / "other").read_bytes()
+    assert list(tmp_path.iterdir()) == []
 
 
 # Settings: every type that a config has.

@@ -39,13 +39,25 @@ def whole(path: AnyPath) -> Iterator[Path]:
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        yield partial
-        with partial.open("rb") as written:
-            os.fsync(written.fileno())
-        partial.replace(target)
-        sync_folder(target.parent)
+        with naming(target):
+            yield partial
+            with partial.open("rb") as written:
+                os.fsync(written.fileno())
+            partial.replace(target)
+            sync_folder(target.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: AnyPath) -> Iterator[None]:
+    """Add the path to an error of the system that names no file, as those of writing to a full disk do."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno is not None and problem.filename is None:
+            problem.filename = str(path)
+        raise
 
 
 def write_bytes(path: AnyPath, data: bytes) -> None:

@@ -13,5 +13,5 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     for number in range(20):
         (folder / f"{number}.txt").write_text(f"Document {number}: " + "the sea, the ship, the whale. " * 10)
     out = tmp_path_factory.mktemp("corpus")
-    prepare(folder, out, validation=0.3, processes=1)
+    prepare(folder, out, validation=0.3, workers=1)
     return str(out)

@@ -24,7 +24,7 @@ def text(tmp_path: Path) -> Path:
 def test_from_text_to_a_corpus(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     words = [str(text), "--separator", r"\0", "--tokenizer", "bpe", "--vocab-size", "280", "-o", str(out)]
-    assert main(["prepare", *words, "--validation", "0.25", "--shard-tokens", "1000", "--processes", "1"]) == 0
+    assert main(["prepare", *words, "--validation", "0.25", "--shard-tokens", "1000", "--workers", "1"]) == 0
     corpus = Corpus.open(out, verify=True)
     assert corpus.vocab_size == 280
     documents = [len(corpus[split].bytes) for split in corpus.splits]

@@ -221,7 +221,7 @@ def test_a_wrong_file_is_named(text: str, problem: str, tmp_path: Path, capsys: 
 
 def test_a_corpus_without_a_validation_split(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "t.txt").write_text("the sea, the ship, the whale. " * 100)
-    prepare(tmp_path / "t.txt", tmp_path / "corpus", validation=0, processes=1)
+    prepare(tmp_path / "t.txt", tmp_path / "corpus", validation=0, workers=1)
     words = ["tiny", "--data", str(tmp_path / "corpus"), "--out", str(tmp_path / "run"), *TINY, "--train.steps", "2"]
     assert "prepare` makes it with validation=" in refused(words, capsys)
     assert main(["train", *words, "--evaluation.every", "0"]) == 0
@@ -236,7 +236,7 @@ def test_the_default_corpus_is_prepared_once(tmp_path: Path, monkeypatch: pytest
     def small(sources: None, out: Path, **options: object) -> object:
         assert sources is None
         calls.append(options | {"progress": None})
-        return prepare(tmp_path / "t.txt", out, processes=1, separator=".")
+        return prepare(tmp_path / "t.txt", out, workers=1, separator=".")
 
     monkeypatch.setattr("lengthen.cli.corpus.prepare", small)
     here = World(0, 1, torch.device("cpu"))

@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, stories: list[str]) -> Path
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Corpus:
     """The stories as bytes, in shards so short that documents lie across their borders; not to be written to."""
-    return prepare(folder, tmp_path_factory.mktemp("corpus"), shard_tokens=1000, validation=0.2, processes=1)
+    return prepare(folder, tmp_path_factory.mktemp("corpus"), shard_tokens=1000, validation=0.2, workers=1)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def make(tmp_path: Path) -> Callable[..., Corpus]:
     """Prepare into a new folder, in this process."""
 
     def run(sources: object, **options: object) -> Corpus:
-        options = {"processes": 1, "validation": 0, **options}
+        options = {"workers": 1, "validation": 0, **options}
         number = len(list(tmp_path.glob("made*")))
         return prepare(sources, tmp_path / f"made{number}", **options)  # type: ignore[arg-type]
 

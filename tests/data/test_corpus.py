@@ -143,7 +143,7 @@ def change(index: dict[str, Any], *keys: str, to: Any) -> None:
         (("vocab_size",), 70000, "uint16 tells 65536 ids apart, but the vocabulary of index.json has 70000"),
         (("end_id",), 258, "end_id: expected less than vocab_size 258"),
         (("splits", "train", "tokens"), 5, "do not add up to 5 tokens"),
-        (("splits", "train", "documents"), 5, "does not fit 5 documents"),
+        (("splits", "train", "documents"), 5, "splits.train: expected 120 bytes for train.documents"),
         (("splits", "train", "documents_file", "file"), "../x", "expected a name in this folder"),
         (("splits",), 3, "splits: expected a table, got 3"),
         (("splits", "train", "shards"), {}, "splits.train.shards: expected a list"),

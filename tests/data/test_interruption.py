@@ -82,9 +82,9 @@ def drive(where: Path, folder: Path, how: str, options: dict[str, Any]) -> tuple
 
 
 def test_killed_at_every_step_while_it_replaces_another_corpus(tmp_path: Path, few: Path) -> None:
-    options: dict[str, Any] = {"processes": 1, "validation": 0.2, "shard_tokens": 20_000}
+    options: dict[str, Any] = {"workers": 1, "validation": 0.2, "shard_tokens": 20_000}
     new = prepare(few, tmp_path / "whole", **options)
-    old = prepare(few, tmp_path / "old", processes=1, validation=0.4, seed=3)
+    old = prepare(few, tmp_path / "old", workers=1, validation=0.4, seed=3)
     moments, states = drive(tmp_path, few, "steps", {**options, "force": True})
     assert moments > 20  # that many kills, and one run that lived
     assert set(states) == {old.fingerprint, new.fingerprint}  # always one or the other, whole
@@ -94,7 +94,7 @@ def test_killed_at_every_step_while_it_replaces_another_corpus(tmp_path: Path, f
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_killed_with_workers_in_the_middle_of_it(tmp_path: Path, few: Path, tokenizer: str) -> None:
-    options: dict[str, Any] = {"processes": 2, "tokenizer": tokenizer, "validation": 0.2}
+    options: dict[str, Any] = {"workers": 2, "tokenizer": tokenizer, "validation": 0.2}
     if tokenizer == "bpe":
         options["vocab_size"] = 300
     prepare(few, tmp_path / "whole", **options)

@@ -19,7 +19,8 @@ import pytest
 
 from lengthen.data import Corpus, prepare, standard_library
 from lengthen.data import readers as readers_module
-from lengthen.data.readers import Reading, pieces
+from lengthen.data.readers import pieces
+from lengthen.data.settings import Settings
 from lengthen.data.sources import Source, expand
 
 
@@ -86,7 +87,7 @@ def test_every_packed_file_that_is_cut_short(tmp_path: Path) -> None:
             path.write_bytes(pack(as_text(path))[:kept])
             if packing:
                 with pytest.raises(ValueError, match=rf"{re.escape(str(path))}: expected {packing[1:]} data, got"):
-                    list(pieces(Source(path, "x"), Reading(separator="\0")))
+                    list(pieces(Source(path, "x"), Settings(separator="\0")))
 
 
 @pytest.mark.parametrize("ending", ["txt.xz", "txt.gz", "txt.bz2", "txt.zst", "parquet", "arrow"])
@@ -134,7 +135,7 @@ def test_separators_and_lines_across_blocks(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "data.txt").write_text("<END>".join(documents))
 
     def read(**how: Any) -> str:
-        found = pieces(Source(tmp_path / "data.txt", "x"), Reading(**how))
+        found = pieces(Source(tmp_path / "data.txt", "x"), Settings(**how))
         return "".join(piece.decode() + ("|" if ends else "") for piece, ends in found)
 
     assert read(separator="<END>") == "|".join(documents) + "|"
@@ -232,7 +233,7 @@ def test_files_held_out_of_a_folder(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"texts": "a"}', r"line 2: text_key: expected 'text', got 'texts'; did you mean 'texts'"),
+        ('{"texts": "a"}', r"line 2: expected the text_key 'text', got 'texts'; did you mean 'texts'"),
         ('{"text": 3}', r"line 2: expected a string under 'text', got int"),
         ('{"text": "a"', r"line 2: expected a JSON object, got"),
         ("[1]", r"line 2: expected a JSON object, got list"),
@@ -248,7 +249,7 @@ def test_wrong_json_lines(tmp_path: Path, make: Callable[..., Corpus], line: str
 def test_a_wrong_column(tmp_path: Path, make: Callable[..., Corpus], texts: Callable[..., list[str]]) -> None:
     path = tmp_path / "data.parquet"
     pa.parquet.write_table(pa.table({"content": ["a"], "n": [1]}), path)
-    with pytest.raises(ValueError, match=rf"{re.escape(str(path))}: text_key: expected 'text', got 'content', 'n'"):
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))}: expected the text_key 'text', got 'content', 'n'"):
         make(path)
     with pytest.raises(ValueError, match=r"row 0: expected a string under 'n', got int"):
         make(path, text_key="n")

@@ -19,7 +19,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
         texts = [f"a fox and {n} crows " * n for n in sizes]
         (folder / f"{name}.txt").write_text("\0".join(texts), encoding="utf-8")
     return prepare(
-        folder / "train.txt", folder / "corpus", separator="\0", validation=[folder / "validation.txt"], processes=1
+        folder / "train.txt", folder / "corpus", separator="\0", validation=[folder / "validation.txt"], workers=1
     )
 
 

@@ -30,7 +30,7 @@ def make_corpus(folder: Path, seed: int = 0) -> Corpus:
             here = (here * 7 + draw.choice((1, 2, 5))) % 60
             said.append(words[here])
         (sources / f"{number:02d}.txt").write_text(" ".join(said), encoding="utf-8")
-    return prepare([sources], folder / f"corpus-{seed}", validation=0.2, processes=1)
+    return prepare([sources], folder / f"corpus-{seed}", validation=0.2, workers=1)
 
 
 @pytest.fixture(scope="session")

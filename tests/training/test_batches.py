@@ -22,7 +22,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     folder = tmp_path_factory.mktemp("text")
     for number in range(30):
         (folder / f"{number:02d}.txt").write_text(f"Document {number} says: " + "abcdefghij" * (3 + number))
-    return prepare(folder, tmp_path_factory.mktemp("corpus"), validation=0.2, processes=1)
+    return prepare(folder, tmp_path_factory.mktemp("corpus"), validation=0.2, workers=1)
 
 
 def config(kind: str = "decoder", batch: int = 8, seed: int = 0, **data: Any) -> Config:
@@ -139,7 +139,7 @@ def test_what_cannot_be_is_named(corpus: Corpus, tmp_path: Path, monkeypatch: py
     with pytest.raises(ValueError, match=r"^train.batch: expected a multiple of the 3 processes, got 8 windows$"):
         batches(corpus, 0, 3)
     (tmp_path / "t.txt").write_text("too short")
-    small = prepare(tmp_path / "t.txt", tmp_path / "small", processes=1, validation=0)
+    small = prepare(tmp_path / "t.txt", tmp_path / "small", workers=1, validation=0)
     with pytest.raises(ValueError, match=r"^length: a window of 24 tokens and its last target need 25 tokens, but"):
         batches(small)
     monkeypatch.setattr(corpus, "mask_id", None)

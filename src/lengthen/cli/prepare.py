@@ -51,7 +51,7 @@ class Arguments:
     separator: str | None = None  # what stands between documents, escapes allowed: '\0'
     split_before: str | None = None  # a regular expression: a line that matches begins a new document
     seed: int | None = None  # another choice of validation documents; none: 0
-    processes: int | None = None  # workers; none: one per core
+    workers: int | None = None  # threads that encode; none: one per core
     shard_tokens: int | None = None  # tokens in a shard; none: 134217728
     force: bool = False  # replace a corpus made from other sources or settings
 

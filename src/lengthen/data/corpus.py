@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 try:
     import numpy as np
@@ -29,6 +29,7 @@ INDEX = "index.json"
 WORK = ".prepare"  # where an unfinished `prepare` keeps its parts
 WIDTH = {"uint16": 2, "uint32": 4}  # bytes
 
+Dtype = Literal["uint16", "uint32"]
 Ints = npt.NDArray[np.int64]
 
 
@@ -64,10 +65,6 @@ class TokenizerFile:
     bytes: int = 0
     sha256: str = ""
 
-    def __post_init__(self) -> None:
-        if (self.kind == "bytes") != (self.file is None):
-            raise ValueError(f"tokenizer: expected a file, but none for 'bytes', got {self.file} for {self.kind!r}")
-
 
 @dataclass(frozen=True)
 class Split:
@@ -80,12 +77,6 @@ class Split:
     shards: list[Shard]
     documents_file: File
 
-    def __post_init__(self) -> None:
-        if sum(shard.tokens for shard in self.shards) != self.tokens:
-            raise ValueError(f"splits: the shards of a split do not add up to {self.tokens} tokens")
-        if self.documents_file.bytes != self.documents * 3 * 8:
-            raise ValueError(f"splits: {self.documents_file.file} does not fit {self.documents} documents")
-
 
 @dataclass(frozen=True)
 class Index:
@@ -93,7 +84,7 @@ class Index:
 
     format: str
     version: int
-    dtype: str
+    dtype: Dtype
     vocab_size: int
     end_id: int | None
     mask_id: int | None
@@ -107,11 +98,18 @@ class Index:
         for key, value in (("end_id", self.end_id), ("mask_id", self.mask_id)):
             if value is not None and not 0 <= value < self.vocab_size:
                 raise ValueError(f"{key}: expected less than vocab_size {self.vocab_size}, got {value}")
+        if (self.tokenizer.kind == "bytes") != (self.tokenizer.file is None):
+            raise ValueError(f"tokenizer: expected a file, but none for 'bytes', got {self.tokenizer}")
+        for name, split in self.splits.items():
+            if sum(shard.tokens for shard in split.shards) != split.tokens:
+                raise ValueError(f"splits.{name}: the shards do not add up to {split.tokens} tokens")
+            sizes = [(shard, shard.tokens * width) for shard in split.shards]
+            for file, size in [*sizes, (split.documents_file, split.documents * 3 * 8)]:
+                if file.bytes != size:
+                    raise ValueError(f"splits.{name}: expected {size} bytes for {file.file}, got {file.bytes}")
         for file in self.files():
             if Path(file.file).name != file.file:
                 raise ValueError(f"file: expected a name in this folder, got {file.file!r}")
-            if isinstance(file, Shard) and file.bytes != file.tokens * width:
-                raise ValueError(f"{file.file}: expected {width} × {file.tokens} bytes, got {file.bytes}")
 
     def files(self) -> list[File]:
         """Return every file that the index names."""
@@ -134,17 +132,12 @@ class Index:
         return build(cls, table, str(path))
 
 
-def fitting_dtype(vocab_size: int, dtype: str | None, where: str) -> str:
-    """Return the dtype for this many ids: the smallest that fits, or the one asked for if it does."""
-    if dtype is not None and dtype not in WIDTH:
-        raise ValueError(f"dtype: expected 'uint16' or 'uint32', got {dtype!r}{nearest(str(dtype), WIDTH)}")
-    chosen = dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")
-    if vocab_size > (most := 1 << 8 * WIDTH[chosen]):
-        hint = "; expected 'uint32'" if chosen == "uint16" else ""
-        raise ValueError(
-            f"dtype: {chosen} tells {most} ids apart, but the vocabulary of {where} has {vocab_size}{hint}"
-        )
-    return chosen
+def fitting_dtype(vocab_size: int, dtype: Dtype | None, where: str) -> Dtype:
+    """Return the dtype for this many ids: the one asked for if they fit, by default the smallest."""
+    if dtype == "uint16" and vocab_size > 1 << 16:
+        many = f"the vocabulary of {where} has {vocab_size}"
+        raise ValueError(f"dtype: uint16 tells 65536 ids apart, but {many}; expected 'uint32'")
+    return dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")
 
 
 def sha256_of(path: Path) -> str:
@@ -159,10 +152,11 @@ class Tokens:
     def __init__(self, directory: Path, name: str, split: Split, dtype: str) -> None:
         self.directory, self.name, self._split = directory, name, split
         little_endian = np.dtype(dtype).newbyteorder("<")
-        self._shards: list[npt.NDArray[Any]] = [
-            np.memmap(directory / shard.file, dtype=little_endian, mode="r") for shard in split.shards
-        ]
+        self._shards = [np.memmap(directory / shard.file, dtype=little_endian, mode="r") for shard in split.shards]
         self._starts = np.cumsum([0, *(shard.tokens for shard in split.shards)], dtype=np.int64)
+        self._table = np.memmap(directory / split.documents_file.file, dtype="<i8", mode="r").reshape(-1, 3)
+        self.bytes = self._table[:, 1]  # UTF-8, of each document
+        self.words = self._table[:, 2]  # of each document: runs of characters between white space
 
     def __len__(self) -> int:
         return self._split.tokens
@@ -181,30 +175,15 @@ class Tokens:
         return np.concatenate([np.zeros(0, dtype=np.int64), *taken], dtype=np.int64)
 
     @cached_property
-    def _table(self) -> Ints:
-        path = self.directory / self._split.documents_file.file
-        table = np.fromfile(path, dtype="<i8").astype(np.int64).reshape(-1, 3)
-        if len(table) != self._split.documents or int(table[:, 0].sum()) != len(self) or (table < 0).any():
-            raise ValueError(
-                f"{path}: expected {self._split.documents} documents with {len(self)} tokens in all, got "
-                f"{len(table)} with {int(table[:, 0].sum())}; the file was altered: prepare the corpus again"
-            )
-        return table
-
-    @cached_property
     def documents(self) -> Ints:
         """Where each document starts, and last where the final one ends: [documents + 1] token offsets."""
-        return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self._table[:, 0])])
-
-    @cached_property
-    def bytes(self) -> Ints:
-        """The UTF-8 bytes of each document."""
-        return np.ascontiguousarray(self._table[:, 1])
-
-    @cached_property
-    def words(self) -> Ints:
-        """The words of each document: runs of characters between white space."""
-        return np.ascontiguousarray(self._table[:, 2])
+        starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self._table[:, 0])])
+        if starts[-1] != len(self) or (np.diff(starts) < 0).any():
+            raise ValueError(
+                f"{self.directory / self._split.documents_file.file}: expected documents of {len(self)} tokens in all, "
+                f"got {starts[-1]}; the file was altered: prepare the corpus again"
+            )
+        return starts
 
 
 class Corpus:
@@ -219,7 +198,7 @@ class Corpus:
     def open(cls, directory: str | Path, verify: bool = False) -> Corpus:
         """Open a folder that `prepare` finished; check its index and the size of every file, or all with `verify`."""
         corpus = cls(Path(directory), Index.read(Path(directory)))
-        corpus._check(checksums=verify)
+        corpus.verify(checksums=verify)
         return corpus
 
     @property
@@ -262,11 +241,8 @@ class Corpus:
         tokenizer.end_id, tokenizer.mask_id = self.end_id, self.mask_id
         return tokenizer
 
-    def verify(self) -> None:
-        """Compare the sha256 of every file with the index; an error names the first that differs."""
-        self._check(checksums=True)
-
-    def _check(self, *, checksums: bool) -> None:
+    def verify(self, checksums: bool = True) -> None:
+        """Compare the size and the sha256 of every file with the index; an error names the first that differs."""
         for said in self.index.files():
             path = self.directory / said.file
             if not path.is_file():

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from lengthen.data.readers import Piece, Reading, pieces
+from lengthen.data.readers import Piece, pieces
+from lengthen.data.settings import Settings
 from lengthen.data.sources import Source
 
 PART_BYTES = 4 << 20  # text in a part: a second or two of work, which is what a crash can cost
@@ -24,18 +25,17 @@ Progress = Callable[[str, int, int], None]  # the stage, what is done, what ther
 class Documents:
     """What reading found: `names` of the splits, the bytes of text of each; iterating reads again."""
 
-    def __init__(self, files: list[Source], reading: Reading, fraction: float, seed: int, progress: Progress) -> None:
-        self._files, self._reading = files, reading
-        self.names = list(
-            dict.fromkeys(["train", *(["validation"] if fraction else []), *(file.split for file in files)])
-        )
+    def __init__(self, files: list[Source], settings: Settings, fraction: float, progress: Progress) -> None:
+        self._files, self._settings = files, settings
+        held_out = ["validation"] if fraction else []
+        self.names = list(dict.fromkeys(["train", *held_out, *(file.split for file in files)]))
         packed = any(file.packing or file.kind not in ("text", "jsonl") for file in files)
         total = 0 if packed else sum(file.path.stat().st_size for file in files)
         hashes, sizes, splits = array("Q"), array("Q"), array("B")
-        fresh = hashlib.blake2b(digest_size=8, key=(seed % (1 << 64)).to_bytes(8, "little"))
+        fresh = hashlib.blake2b(digest_size=8, key=(settings.seed % (1 << 64)).to_bytes(8, "little"))
         begun, done, digest = 0, 0, fresh.copy()
         for file in files:
-            for piece, ends in pieces(file, reading):
+            for piece, ends in pieces(file, settings):
                 digest.update(piece)
                 done += len(piece)
                 if ends:
@@ -60,7 +60,7 @@ class Documents:
         """Yield every piece, with its document's split and whether the document ends."""
         number = 0
         for file in self._files:
-            for piece, ends in pieces(file, self._reading):
+            for piece, ends in pieces(file, self._settings):
                 if number == len(self._splits):
                     raise ValueError(f"{file.path}: changed while it was read; run `prepare` again")
                 yield self.names[self._splits[number]], piece, ends

@@ -43,26 +43,14 @@ from lengthen.data.corpus import (
     sha256_of,
 )
 from lengthen.data.documents import Documents, Progress
-from lengthen.data.options import check_sources, check_validation, find_tokenizer
 from lengthen.data.parts import encode_part, join_parts, publish
-from lengthen.data.readers import Reading
+from lengthen.data.settings import Settings, check_validation, find_tokenizer
 from lengthen.data.sources import Source, expand
-from lengthen.data.tokenizer import BYTE_VOCAB_SIZE, Tokenizer, train
-from lengthen.io import read_lines, sync_folder, write_json, write_lines
+from lengthen.data.tokenizer import Tokenizer, train
+from lengthen.io import build, read_lines, sync_folder, write_json, write_lines
 
-SHARD_TOKENS = 1 << 27  # 256 MB in uint16
 SAMPLE_BYTES = 64 << 20  # what a BPE is trained on; more changes little but the time
-NAMED_BY_CONTENT = re.compile(r".+\.[0-9a-f]{12}\.(bin|json|jsonl)")
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """One line of the list of sources."""
-
-    name: str
-    split: str
-    bytes: int
-    sha256: str
+OWN_NAMES = re.compile(r".+\.[0-9a-f]{12}\.(bin|json|jsonl)|\.index\.json\.\d+\.partial")
 
 
 def prepare(
@@ -78,9 +66,9 @@ def prepare(
     text_key: str = "text",
     separator: str | None = None,
     split_before: str | None = None,
-    processes: int | None = None,
+    workers: int | None = None,
     seed: int = 0,
-    shard_tokens: int = SHARD_TOKENS,
+    shard_tokens: int = Settings.shard_tokens,
     dtype: str | None = None,
     progress: Progress | None = None,
     force: bool = False,
@@ -90,62 +78,84 @@ def prepare(
     Run again after an interruption it resumes. A corpus that is there already, from the same sources and settings, is
     checked and left as it is; one from others is refused, unless `force` replaces it.
     """
-    kind, tokenizer_path = find_tokenizer(tokenizer, vocab_size, end_token, mask_token)
-    if kind == "bpe":
-        vocab_size = whole_number("vocab_size", 16384 if vocab_size is None else vocab_size, at_least=BYTE_VOCAB_SIZE)
-    fitting_dtype(BYTE_VOCAB_SIZE if kind == "bytes" else vocab_size or 1, dtype, f"tokenizer={kind!r}")
+    kind, tokenizer_file = find_tokenizer(tokenizer)
     fraction, held_out = check_validation(validation)
-    reading = Reading(text_key, separator, split_before)
-    settings = {
+    asked = {
         "tokenizer": kind,
-        "tokenizer_sha256": None if tokenizer_path is None else sha256_of(tokenizer_path),
-        "vocab_size": vocab_size,
-        "sample_bytes": whole_number("sample_bytes", sample_bytes, at_least=1) if kind == "bpe" else None,
+        "tokenizer_sha256": None if tokenizer_file is None else sha256_of(tokenizer_file),
+        "vocab_size": 16384 if kind == "bpe" and vocab_size is None else vocab_size,
+        "sample_bytes": sample_bytes if kind == "bpe" else None,
         "end_token": end_token,
         "mask_token": mask_token,
         "validation": "files" if held_out else fraction,
-        "seed": whole_number("seed", seed, at_least=0),
-        **asdict(reading),
-        "shard_tokens": whole_number("shard_tokens", shard_tokens, at_least=1),
+        "seed": seed,
+        "text_key": text_key,
+        "separator": separator,
+        "split_before": split_before,
+        "shard_tokens": shard_tokens,
         "dtype": dtype,
     }
+    settings = build(Settings, asked)
+    fitting_dtype(settings.vocab_size or 1, settings.dtype, f"tokenizer={kind!r}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = whole_number("processes", cores if processes is None else processes, at_least=1)
+    workers = whole_number("workers", cores if workers is None else workers, at_least=1)
     files = expand(sources, held_out)
-    fraction = check_sources(files, Path(out), reading, fraction, validation)
-    run = Run(settings, tokenizer_path, files, Path(out), workers, progress or (lambda stage, done, total: None))
+    fraction = check_files(files, Path(out), settings, fraction, given=validation is not None)
+    run = Run(settings, tokenizer_file, files, Path(out), workers, progress or (lambda stage, done, total: None))
     corpus = run.existing(force)
-    if corpus is not None:
-        run.progress("unchanged", 0, 0)
-        return run.tidied(corpus) if (run.out / WORK).exists() else corpus
-    return run.tidied(Documents(files, reading, fraction, seed, run.progress))
+    if corpus is None:
+        found = Documents(files, settings, fraction, run.progress)
+        with work_folder(run.out) as work:
+            return run.make(work, found)
+    run.progress("unchanged", 0, 0)
+    if (run.out / WORK).exists():  # left by a run that was killed once its index was there
+        with work_folder(run.out):
+            pass
+    return corpus
 
 
+def check_files(files: list[Source], out: Path, settings: Settings, fraction: float, *, given: bool) -> float:
+    """Check the options against the files; return the fraction of the train documents that go to validation."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out: expected a folder, got the file {out}")
+    for key in ("separator", "split_before"):
+        if getattr(settings, key) is not None and all(file.kind != "text" for file in files):
+            raise ValueError(f"{key}: splits text files, but there is none among the sources")
+    for file in files:
+        if out.resolve() in file.path.resolve().parents:
+            raise ValueError(f"out: expected a folder apart from the sources, but {file.path} lies in {out}")
+    if not any(file.split == "train" for file in files):
+        raise ValueError("sources: all of them are held out for validation, which leaves nothing to train on")
+    own = next((file for file in files if file.split == "validation"), None)
+    if own is not None and given and fraction > 0:
+        raise ValueError(f"validation: {fraction} asked for, but the source {own.name} is validation already")
+    return 0.0 if own is not None else fraction
+
+
+@dataclass
 class Run:
-    """One call of `prepare`."""
+    """One call of `prepare`; making one reads the checksums of the sources."""
 
-    def __init__(
-        self,
-        settings: dict[str, Any],
-        tokenizer_path: Path | None,
-        files: list[Source],
-        out: Path,
-        workers: int,
-        progress: Progress,
-    ) -> None:
-        self.settings, self.tokenizer_path, self.files = settings, tokenizer_path, files
-        self.out, self.workers, self.progress = out, workers, progress
+    settings: Settings
+    tokenizer_file: Path | None
+    files: list[Source]
+    out: Path
+    workers: int
+    progress: Progress
+
+    def __post_init__(self) -> None:
         self.stamps = self._stamps()
-        self.sources: list[SourceFile] = []
-        total, done = sum(self.stamps[file.path][0] for file in files), 0
-        for file in files:
+        self.sources: list[dict[str, Any]] = []
+        total, done = sum(self.stamps[file.path][0] for file in self.files), 0
+        for file in self.files:
             size = self.stamps[file.path][0]
-            self.sources.append(SourceFile(file.name, file.split, size, sha256_of(file.path)))
+            said = {"name": file.name, "split": file.split, "bytes": size, "sha256": sha256_of(file.path)}
+            self.sources.append(said)
             done += size
-            progress("checking", done, total)
+            self.progress("checking", done, total)
 
     def _stamps(self) -> dict[Path, tuple[int, int]]:
-        paths = [*(file.path for file in self.files), *([self.tokenizer_path] if self.tokenizer_path else [])]
+        paths = [*(file.path for file in self.files), *([self.tokenizer_file] if self.tokenizer_file else [])]
         return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
 
     def existing(self, force: bool) -> Corpus | None:
@@ -154,82 +164,55 @@ class Run:
             return None
         try:
             index = Index.read(self.out)
-            before = list(read_lines(self.out / index.sources.file, SourceFile))
-        except (ValueError, TypeError, OSError) as problem:
+            sources = list(read_lines(self.out / index.sources.file, dict))
+            there, asked = _flat(index.settings, sources), _flat(asdict(self.settings), self.sources)
+        except (KeyError, ValueError, TypeError, OSError) as problem:
             other = f"a corpus that cannot be read ({problem})"
         else:
-            found = self._differences(index.settings, before)
-            if not found:
+            pairs = [(key, there.get(key), asked.get(key)) for key in sorted({*there, *asked})]
+            found = [f"{key}: {was!r} there, {now!r} asked for" for key, was, now in pairs if was != now]
+            if not found and sources == self.sources:
                 try:
                     return Corpus.open(self.out, verify=True)
                 except (ValueError, OSError):  # damaged: the same sources and settings mend it
                     return None
-            other = f"another corpus ({'; '.join(found[:4])})"
+            other = f"another corpus ({'; '.join(found[:4]) or 'the order of the sources'})"
         if not force:
             raise ValueError(f"out: {self.out} holds {other}; force=True replaces it")
         return None
 
-    def _differences(self, settings: dict[str, Any], sources: list[SourceFile]) -> list[str]:
-        """Say in which settings and sources the corpus that is there differs."""
-        pairs = [(key, settings.get(key), self.settings.get(key)) for key in sorted({*settings, *self.settings})]
-        found = [f"{key}: {there!r} there, {asked!r} asked for" for key, there, asked in pairs if there != asked]
-        was, now = ({(file.name, file.split): file for file in files} for files in (sources, self.sources))
-        found += [f"source {key[0]} has changed" for key in now if key in was and was[key] != now[key]]
-        found += [f"source {name} ({split}) was there" for name, split in was if (name, split) not in now]
-        found += [f"source {name} ({split}) is new" for name, split in now if (name, split) not in was]
-        return found or ([] if sources == self.sources else ["the order of the sources"])
-
-    def tidied(self, made: Corpus | Documents) -> Corpus:
-        """Make the corpus, if it is not there; remove what an older one or a killed run has left."""
-        with locked(self.out) as work:
-            corpus = self.make(work, made) if isinstance(made, Documents) else made
-            kept = {said.file for said in corpus.index.files()}
-            for path in self.out.iterdir():
-                if NAMED_BY_CONTENT.fullmatch(path.name) and path.name not in kept:
-                    path.unlink()
-            shutil.rmtree(work)
-        return corpus
-
     def make(self, work: Path, found: Documents) -> Corpus:
         """Train the tokenizer, encode the parts, join them; the index comes last and makes the corpus."""
-        named = [VERSION, documents.PART_BYTES, self.settings, [asdict(source) for source in self.sources]]
+        named = [VERSION, documents.PART_BYTES, asdict(self.settings), self.sources]
         folder = work / hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
         folder.mkdir(exist_ok=True)
         tokenizer = self.tokenizer(folder, found)
-        dtype = fitting_dtype(tokenizer.vocab_size, self.settings["dtype"], str(tokenizer.path))
+        dtype = fitting_dtype(tokenizer.vocab_size, self.settings.dtype, str(tokenizer.path))
         parts = self.encode(folder, found, tokenizer, dtype)
         for path, stamp in self._stamps().items():
             if stamp != self.stamps[path]:
                 raise ValueError(f"{path}: changed while it was read; run `prepare` again")
-        splits = join_parts(parts, self.out, dtype, self.settings["shard_tokens"], self.progress)
+        splits = join_parts(parts, self.out, dtype, self.settings.shard_tokens, self.progress)
         said = TokenizerFile("bytes")
         if tokenizer.path is not None:
             copied = Path(shutil.copyfile(tokenizer.path, folder / "tokenizer"))
             said = TokenizerFile(tokenizer.name, **asdict(publish(copied, self.out, "tokenizer", "json")))
         write_lines(folder / "sources", self.sources)
-        listing = asdict(publish(folder / "sources", self.out, "sources", "jsonl"))
+        listed = SourceList(**asdict(publish(folder / "sources", self.out, "sources", "jsonl")), files=len(self.files))
         ids = (tokenizer.vocab_size, tokenizer.end_id, tokenizer.mask_id)
-        listed = SourceList(**listing, files=len(self.sources))
-        write_json(folder / INDEX, Index(FORMAT, VERSION, dtype, *ids, said, splits, listed, self.settings))
         sync_folder(self.out)
-        (folder / INDEX).replace(self.out / INDEX)
-        sync_folder(self.out)
+        index = Index(FORMAT, VERSION, dtype, *ids, said, splits, listed, asdict(self.settings))
+        write_json(self.out / INDEX, index)
         return Corpus.open(self.out)
 
     def tokenizer(self, folder: Path, found: Documents) -> Tokenizer:
         """Return the tokenizer; a BPE is trained unless it is there."""
-        if self.settings["tokenizer"] == "bytes":
-            return Tokenizer()
-        path = self.tokenizer_path
-        for trained in folder.glob("tokenizer.*.json"):  # by a run that was killed; its name is its checksum
-            path = trained if sha256_of(trained).startswith(trained.name.split(".")[1]) else path
-        if path is None:
-            texts = found.sample(self.settings["sample_bytes"], self.progress)
-            train(texts, self.settings["vocab_size"], folder / "trained")
-            path = folder / publish(folder / "trained", folder, "tokenizer", "json").file
-        tokenizer = Tokenizer(path, self.settings["tokenizer"])
-        tokenizer.choose(self.settings["end_token"], self.settings["mask_token"])
-        return tokenizer
+        settings, path = self.settings, self.tokenizer_file
+        if settings.tokenizer == "bpe":
+            path = folder / "tokenizer.json"
+            if not path.exists():
+                train(found.sample(settings.sample_bytes or 0, self.progress), settings.vocab_size or 0, path)
+        return Tokenizer(path, settings.tokenizer, settings.end_token, settings.mask_token)
 
     def encode(self, folder: Path, found: Documents, tokenizer: Tokenizer, dtype: str) -> dict[str, list[Path]]:
         """Encode all parts, several at a time; return their files, in order, for each split."""
@@ -252,9 +235,14 @@ class Run:
         return paths
 
 
+def _flat(settings: dict[str, Any], sources: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return settings and sources as one table, to be compared with another."""
+    return settings | {f"source {said['name']} ({said['split']})": f"sha256 {said['sha256'][:12]}…" for said in sources}
+
+
 @contextmanager
-def locked(out: Path) -> Iterator[Path]:
-    """Give the work folder, held against a second run."""
+def work_folder(out: Path) -> Iterator[Path]:
+    """Give the work folder, held against a second run; then remove it, and files of a corpus that is no more."""
     work, busy = out / WORK, ValueError(f"out: another `prepare` is running in {out}")
     work.mkdir(parents=True, exist_ok=True)
     with (work / "lock").open("ab") as lock:
@@ -269,3 +257,8 @@ def locked(out: Path) -> Iterator[Path]:
         if not (work / "lock").exists() or not os.path.samestat(os.fstat(lock.fileno()), (work / "lock").stat()):
             raise busy  # it ended this moment, and its folder is gone
         yield work
+        kept = {said.file for said in Index.read(out).files()}
+        for path in out.iterdir():
+            if OWN_NAMES.fullmatch(path.name) and path.name not in kept:
+                path.unlink()
+        shutil.rmtree(work)

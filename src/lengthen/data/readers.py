@@ -13,6 +13,8 @@ import bz2
 import codecs
 import gzip
 import importlib
+import io
+import itertools
 import json
 import lzma
 import re
@@ -20,10 +22,10 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import IO, Any
 
-from lengthen.checks import describe, nearest
+from lengthen.checks import nearest
+from lengthen.data.settings import Settings
 from lengthen.data.sources import Source
 from lengthen.data.tokenizer import optional
 
@@ -36,46 +38,32 @@ LAST_CUT = re.compile(rb"(?s:.+)" + CUT.pattern)
 Piece = tuple[bytes, bool]  # UTF-8, and whether its document ends here
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How documents are told apart inside a file."""
-
-    text_key: str = "text"
-    separator: str | None = None
-    split_before: str | None = None
-
-    def __post_init__(self) -> None:
-        for key in ("text_key", "separator", "split_before"):
-            value = getattr(self, key)
-            if value is not None and not isinstance(value, str):
-                raise TypeError(f"{key}: expected a string, got {describe(value)}")
-            if value == "":
-                raise ValueError(f"{key}: expected a string of at least one character, got {value!r}")
-        if self.separator is not None and self.split_before is not None:
-            both = f"{self.separator!r} and {self.split_before!r}"
-            raise ValueError(f"separator, split_before: expected one of them, got {both}")
-        try:
-            re.compile(self.split_before or "")
-        except re.error as problem:
-            raise ValueError(
-                f"split_before: expected a regular expression, got {self.split_before!r}: {problem}"
-            ) from None
+class UnreadableError(Exception):
+    """A place in a file, what was expected there and what came; `pieces` makes an error of it that names the file."""
 
 
-def pieces(source: Source, reading: Reading) -> Iterator[Piece]:
+# What unpackers and pyarrow say of data that is not theirs, or that was cut short.
+BROKEN = (EOFError, OSError, ValueError, NotImplementedError, lzma.LZMAError, zlib.error)
+
+
+def pieces(source: Source, settings: Settings) -> Iterator[Piece]:
     """Yield the documents of one file in pieces; a document of nothing but white space is left out."""
     readers = {"text": _text, "jsonl": _json_lines, "parquet": _rows, "arrow": _rows}
     begun = False
     try:
-        for piece, ends in _cut(readers[source.kind](source, reading)):
+        for piece, ends in _cut(readers[source.kind](source, settings)):
             # White space alone has no place to be cut, so a document without a visible character is a single piece.
             if begun or not ends or piece.strip():
                 yield piece, ends
                 begun = not ends
-    except (EOFError, lzma.LZMAError, zlib.error, OSError) as problem:
+        return
+    except UnreadableError as problem:
+        place, expected, got = problem.args
+    except BROKEN as problem:
         if isinstance(problem, OSError) and problem.filename is not None:  # it cannot be opened, and says so
             raise
-        raise ValueError(f"{source.path}: expected {source.packing or source.kind} data, got {problem}") from None
+        place, expected, got = "", f"{source.packing or source.kind} data", problem
+    raise ValueError(f"{source.path}{place}: expected {expected}, got {got}")
 
 
 def _cut(documents: Iterable[Piece]) -> Iterator[Piece]:
@@ -108,48 +96,42 @@ def _place(held: bytearray, searched: int) -> int:
 def _open(source: Source) -> Any:
     """Open a file to read what it unpacks to."""
     if source.packing == "zst":
-        return optional("pyarrow", f"{source.path}").input_stream(str(source.path), compression="zstd")
+        arrow = optional("pyarrow", f"{source.path}")
+        return io.BufferedReader(arrow.input_stream(str(source.path), compression="zstd"))
     openers: dict[str, Any] = {"xz": lzma.open, "gz": gzip.open, "bz2": bz2.open, "": open}
     return openers[source.packing](source.path, "rb")
 
 
-def _blocks(source: Source, allow_nul: bool = False) -> Iterator[bytes]:
-    """Yield a text file's bytes, sure that they are text; an error names the file and the byte that is not."""
+def _decodable(source: Source, *, lines: bool = False, allow_nul: bool = False) -> Iterator[bytes]:
+    """Yield a text file in blocks or in lines, sure that they are text; an error names the byte that is not."""
     decoder, done = codecs.getincrementaldecoder("utf-8")(), 0
     unpacked = " of what it unpacks to" if source.packing else ""
     with _open(source) as file:
-        while True:
-            block = file.read(BLOCK)
+        blocks = file if lines else iter(lambda: file.read(BLOCK), b"")
+        for block in itertools.chain(blocks, [b""]):
             begun = len(decoder.getstate()[0])  # bytes of a character that the last block did not end
             try:
                 decoder.decode(block, final=not block)
                 if not allow_nul and (nul := block.find(b"\0")) >= 0:
                     raise UnicodeDecodeError("utf-8", block, begun + nul, begun + nul + 1, "a NUL byte")
             except UnicodeDecodeError as problem:
-                at = f"byte {done - begun + problem.start}{unpacked}"
-                raise ValueError(f"{source.path}: expected UTF-8 text, got {problem.reason} at {at}") from None
-            if not block:
-                return
+                at = done - begun + problem.start
+                raise UnreadableError("", "UTF-8 text", f"{problem.reason} at byte {at}{unpacked}") from None
             yield block if done else block.removeprefix(codecs.BOM_UTF8)
             done += len(block)
 
 
-def _text(source: Source, reading: Reading) -> Iterator[Piece]:
-    blocks = _blocks(source, allow_nul="\0" in (reading.separator or ""))
-    if reading.separator is not None:
-        yield from _separated(blocks, reading.separator.encode())
-    elif reading.split_before is None:
-        yield from ((block, False) for block in blocks)
-        yield b"", True
-    else:
-        pattern = re.compile(reading.split_before)
-        for number, line in enumerate(_lines(blocks)):
-            if number:
-                yield b"\n", False
-            if pattern.search(line.removesuffix(b"\r").decode()):
-                yield b"", True
-            yield line, False
-        yield b"", True
+def _text(source: Source, settings: Settings) -> Iterator[Piece]:
+    if settings.separator is not None:
+        blocks = _decodable(source, allow_nul="\0" in settings.separator)
+        yield from _separated(blocks, settings.separator.encode())
+        return
+    pattern = re.compile(settings.split_before or "")
+    for block in _decodable(source, lines=settings.split_before is not None):
+        if settings.split_before and pattern.search(block.removesuffix(b"\n").removesuffix(b"\r").decode()):
+            yield b"", True
+        yield block, False
+    yield b"", True
 
 
 def _separated(blocks: Iterable[bytes], separator: bytes) -> Iterator[Piece]:
@@ -164,74 +146,61 @@ def _separated(blocks: Iterable[bytes], separator: bytes) -> Iterator[Piece]:
     yield held, True
 
 
-def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield lines without their newline, and split at no other: not at U+2028 or form feeds."""
-    held: list[bytes] = []
-    for piece, ends in _separated(blocks, b"\n"):
-        held.append(piece)
-        if ends:
-            yield b"".join(held)
-            held = []
-
-
-def _json_lines(source: Source, reading: Reading) -> Iterator[Piece]:
-    for number, line in enumerate(_lines(_blocks(source)), 1):
+def _json_lines(source: Source, settings: Settings) -> Iterator[Piece]:
+    for number, line in enumerate(_decodable(source, lines=True), 1):
         if not line.strip():
             continue
-        where = f"{source.path}, line {number}"
+        where = f", line {number}"
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as problem:
-            raise ValueError(f"{where}: expected a JSON object, got {problem}") from None
+            raise UnreadableError(where, "a JSON object", problem) from None
         if not isinstance(value, dict):
-            raise ValueError(f"{where}: expected a JSON object, got {type(value).__name__}")
-        _check_key(where, reading.text_key, value)
-        yield _document(value[reading.text_key], where, reading.text_key), True
+            raise UnreadableError(where, "a JSON object", type(value).__name__)
+        key = _known(where, settings.text_key, value)
+        yield _document(value[key], where, key), True
 
 
-def _check_key(where: str, key: str, known: Iterable[str]) -> None:
-    if key not in known:
-        listed = ", ".join(map(repr, known))
-        raise ValueError(f"{where}: text_key: expected {key!r}, got {listed}{nearest(key, known)}")
+def _rows(source: Source, settings: Settings) -> Iterator[Piece]:
+    optional("pyarrow", f"{source.path}")
+    with _open(source) as packed, tempfile.TemporaryFile() as unpacked:
+        if source.packing:  # these files are read in any order
+            shutil.copyfileobj(packed, unpacked)
+            unpacked.seek(0)
+        columns = _columns(source.kind, unpacked if source.packing else packed, settings.text_key)
+        for row, value in enumerate(value for column in columns for value in column):
+            yield _document(value.as_py(), f", row {row}", settings.text_key), True
+
+
+def _columns(kind: str, file: IO[bytes], key: str) -> Iterator[Any]:
+    """Yield the text of a parquet file, of an Arrow file or of an Arrow stream, as `datasets` writes it, by batches."""
+    if kind == "parquet":
+        table = importlib.import_module("pyarrow.parquet").ParquetFile(file)
+        names, batches = table.schema_arrow.names, table.iter_batches(batch_size=256, columns=[key])
+    else:
+        ipc = importlib.import_module("pyarrow.ipc")
+        is_file = file.read(6) == b"ARROW1"
+        file.seek(0)
+        reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
+        names = reader.schema.names
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+    _known("", key, names)
+    yield from (batch.column(key) for batch in batches)
+
+
+def _known(where: str, key: str, names: Iterable[str]) -> str:
+    """Return the text_key if it is among the names that a line or a table has."""
+    if key not in names:
+        raise UnreadableError(where, f"the text_key {key!r}", f"{', '.join(map(repr, names))}{nearest(key, names)}")
+    return key
 
 
 def _document(text: object, where: str, key: str) -> bytes:
     if text is None:  # a missing value: left out, as empty documents are
         return b""
     if not isinstance(text, str):
-        raise ValueError(f"{where}: expected a string under {key!r}, got {type(text).__name__}")
+        raise UnreadableError(where, f"a string under {key!r}", type(text).__name__)
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as problem:
-        at = problem.start
-        raise ValueError(f"{where}: expected text under {key!r}, got half a surrogate pair at {at}") from None
-
-
-def _rows(source: Source, reading: Reading) -> Iterator[Piece]:
-    arrow, key, row = optional("pyarrow", f"{source.path}"), reading.text_key, 0
-    with _open(source) as packed, tempfile.TemporaryFile() as unpacked:
-        if source.packing:  # these files are read in any order
-            shutil.copyfileobj(packed, unpacked)
-            unpacked.seek(0)
-        try:
-            for batch in _batches(source, unpacked if source.packing else packed, key):
-                for value in batch.column(key):
-                    yield _document(value.as_py(), f"{source.path}, row {row}", key), True
-                    row += 1
-        except arrow.ArrowException as problem:
-            raise ValueError(f"{source.path}: expected {source.kind} data, got {problem}") from None
-
-
-def _batches(source: Source, file: IO[bytes], key: str) -> Iterator[Any]:
-    """Yield the record batches of a parquet file, of an Arrow file, or of an Arrow stream, as `datasets` writes it."""
-    if source.kind == "parquet":
-        table = importlib.import_module("pyarrow.parquet").ParquetFile(file)
-        _check_key(f"{source.path}", key, table.schema_arrow.names)
-        yield from table.iter_batches(batch_size=256, columns=[key])
-        return
-    ipc = importlib.import_module("pyarrow.ipc")
-    is_file = file.read(6) == b"ARROW1"
-    file.seek(0)
-    reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
-    _check_key(f"{source.path}", key, reader.schema.names)
-    yield from (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
+        raise UnreadableError(where, f"text under {key!r}", f"half a surrogate pair at {problem.start}") from None

@@ -28,9 +28,10 @@ BYTE_VOCAB_SIZE, BYTE_END, BYTE_MASK = 258, 256, 257
 class Tokenizer:
     """Bytes, or what a `tokenizer.json` says: nothing added to a text, cut off or padded."""
 
-    def __init__(self, path: Path | None = None, name: str = "bytes") -> None:
-        self.path, self.name = path, name
-        self.vocab_size = BYTE_VOCAB_SIZE
+    def __init__(
+        self, path: Path | None = None, name: str = "bytes", end_token: str | None = None, mask_token: str | None = None
+    ) -> None:
+        self.path, self.name, self.vocab_size = path, name, BYTE_VOCAB_SIZE
         self.end_id: int | None = BYTE_END
         self.mask_id: int | None = BYTE_MASK
         self._inner: Any = None
@@ -48,20 +49,17 @@ class Tokenizer:
         self._inner.encode_special_tokens = True
         # One more than the largest id: what an embedding needs, gaps included.
         self.vocab_size = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.end_id, self.mask_id = self._find(END_NAMES), self._find(MASK_NAMES)
+        self.end_id = self._find("end_token", end_token, END_NAMES)
+        self.mask_id = self._find("mask_token", mask_token, MASK_NAMES)
 
-    def _find(self, names: Iterable[str]) -> int | None:
-        ids = (self._inner.token_to_id(name) for name in names)
-        return next((int(found) for found in ids if found is not None), None)
-
-    def choose(self, end_token: str | None, mask_token: str | None) -> None:
-        """Take other tokens than those of the usual names as the end and the mask."""
-        for key, name in (("end", end_token), ("mask", mask_token)):
-            if name is not None:
-                setattr(self, f"{key}_id", self._find([name]))
-                if getattr(self, f"{key}_id") is None:
-                    known = [token.content for token in self._inner.get_added_tokens_decoder().values()]
-                    raise ValueError(f"{key}_token: {self.path} has no token {name!r}{nearest(name, known)}")
+    def _find(self, key: str, asked: str | None, usual: Iterable[str]) -> int | None:
+        """Return the id of the token asked for, or else of the first of the usual names that there is."""
+        ids = [self._inner.token_to_id(name) for name in (usual if asked is None else [asked])]
+        found = next((int(one) for one in ids if one is not None), None)
+        if asked is not None and found is None:
+            known = [token.content for token in self._inner.get_added_tokens_decoder().values()]
+            raise ValueError(f"{key}: {self.path} has no token {asked!r}{nearest(asked, known)}")
+        return found
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, with no special token added; the names of special tokens in it are text."""

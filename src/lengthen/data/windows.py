@@ -18,6 +18,7 @@ depends on the version of another package.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -95,13 +96,13 @@ class Windows:
         """Return the position of the first token of a row of a step's global batch."""
         if self.order == "sample":
             key = _mix(_mix(self.seed, 1), step)
-            return _mix(key, row) % (len(self.tokens) - self.length)
+            return int(_mix(key, row) % (len(self.tokens) - self.length))
         epoch, place = divmod(step * self.rows + row, self.per_epoch)
         return self.offset(epoch) + int(self._order_of(epoch)[place]) * self.length
 
     def offset(self, epoch: int) -> int:
         """Return where an epoch's first window starts."""
-        return _mix(_mix(self.seed, 2), epoch) % self._offsets
+        return int(_mix(_mix(self.seed, 2), epoch) % self._offsets)
 
     def _order_of(self, epoch: int) -> Ints:
         if epoch not in self._shuffled:
@@ -123,8 +124,8 @@ class Windows:
         return np.maximum.accumulate(begins, axis=1)
 
 
-def _mix(key: int, number: int) -> int:
-    """Return 64 random bits for a number under a key: one step of SplitMix64."""
+def _mix(key: int, number: Any) -> Any:
+    """Return 64 random bits for a number, or for each of an array of uint64, under a key: one step of SplitMix64."""
     z = (key + (number + 1) * _GOLDEN) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -132,10 +133,5 @@ def _mix(key: int, number: int) -> int:
 
 
 def _permutation(count: int, key: int) -> Ints:
-    """Return 0 … count − 1 in the order of their random bits under a key; `_mix` for all of them at once."""
-    with np.errstate(over="ignore"):
-        z = np.uint64(key) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
-    return np.argsort(z, kind="stable").astype(np.int64)
+    """Return 0 … count − 1 in the order of their random bits under a key."""
+    return np.argsort(_mix(key, np.arange(count, dtype=np.uint64)), kind="stable").astype(np.int64)

@@ -105,7 +105,7 @@ def make_corpus(folder: str | Path, seed: int = 0, documents: int = 16000) -> Co
     source = folder.with_name(f"{folder.name}.txt")
     source.parent.mkdir(parents=True, exist_ok=True)
     source.write_text("\n".join(document(draws) for _ in range(documents)), encoding="utf-8")
-    return prepare([source], folder, separator="\n", validation=0.05, processes=1)
+    return prepare([source], folder, separator="\n", validation=0.05, workers=1)
 
 
 def accuracy(model: Transformer, distance: int, trials: int = 256, seed: int = 0, mask: Mask | None = None) -> float:

@@ -28,7 +28,7 @@ from lengthen.model.score import BATCH_TOKENS
 def text(tmp_path_factory: pytest.TempPathFactory) -> Tokens:
     folder = tmp_path_factory.mktemp("text")
     (folder / "t.txt").write_text("".join(f"{n} crows and {n * n} foxes. " for n in range(60)), encoding="utf-8")
-    return prepare(folder / "t.txt", folder / "corpus", validation=0, processes=1)["train"]
+    return prepare(folder / "t.txt", folder / "corpus", validation=0, workers=1)["train"]
 
 
 class Known(nn.Module):
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_said(text: Tokens) -> None:
 
 def test_a_short_text_has_shorter_first_windows(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("abcdefghijklmnopqrstuvwxyz" * 2, encoding="utf-8")
-    text = prepare(tmp_path / "t.txt", tmp_path / "corpus", validation=0, processes=1)["train"]
+    text = prepare(tmp_path / "t.txt", tmp_path / "corpus", validation=0, workers=1)["train"]
     found = curse(Known(lambda read, target: 1 / read), text, 8, 48, 1000, stride=2)  # type: ignore[arg-type]
     assert found.tokens == 48
     assert found.gain == pytest.approx(found.from_context + found.from_curse, abs=1e-12)

@@ -167,7 +167,7 @@ def test_beyond_its_training_length_rotary_loses_resolution_and_alibi_does_not(t
     """Trained at 64, read at 512; with blockwise attention rotary keeps it."""
     library = Path(os.__file__).parent
     sources = [library / f"{name}.py" for name in ("argparse", "doctest", "inspect", "pydoc", "tarfile", "typing")]
-    corpus = prepare(sources, tmp_path, validation=[library / "pickle.py"], processes=1)
+    corpus = prepare(sources, tmp_path, validation=[library / "pickle.py"], workers=1)
     text = corpus["validation"]
 
     def at(model: Transformer, length: int, mask: Mask | None = None) -> float:
