@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,7 @@ def test_tables_and_figures_too(folder: Path, tmp_path: Path, capsys: pytest.Cap
     words = ["-o", str(out), "--csv", str(csv), "--figures", str(figures), "--formats", "svg, pdf"]
     assert report.run(arguments(str(folder), *words)) == 0
     said = capsys.readouterr().out.splitlines()
-    names = [f"{name}.{form}" for name in ("loss", "perplexity", "perplexity_relative") for form in ("pdf", "svg")]
+    names = [f"{name}.{form}" for name in ("perplexity", "perplexity_relative") for form in ("pdf", "svg")]
     assert said == list(map(str, [out, csv / "evaluation.csv", *(figures / name for name in names)]))
     assert all(Path(path).stat().st_size for path in said)
 
@@ -49,25 +48,9 @@ def test_a_run_without_results_is_left_out_with_a_note(
     empty, out = tmp_path / "empty", tmp_path / "page.html"
     empty.mkdir()
     assert report.run(arguments(str(empty), str(folder), "-o", str(out))) == 0
-    assert f"left out: {empty}: no measurements; `lengthen eval {empty}` makes them" in capsys.readouterr().err
-    assert f"lengthen eval {empty}" in out.read_text(encoding="utf-8")
+    assert f"left out: {empty}: no measurements; `lengthen eval RUN` makes them" in capsys.readouterr().err
+    assert f"Left out: {empty}" in out.read_text(encoding="utf-8")
     out.unlink()
     with pytest.raises(ValueError, match="expected a folder with measurements, got none"):
         report.run(arguments(str(empty), "-o", str(out)))
     assert not out.exists()
-
-
-def test_the_commands_on_the_page_are_commands(folder: Path) -> None:
-    """What a report tells a reader to run is taken by the verbs that it names."""
-    from lengthen.cli import analyse, evaluate
-    from lengthen.report import collect
-    from lengthen.report.sections import analysis_command, command
-
-    found = collect([folder])
-    words = shlex.split(command(found.curves[0]))
-    assert words[:2] == ["lengthen", "eval"]
-    assert parse(evaluate.Arguments, words[2:], "eval", "").lengths == [64, 128]
-    for kind in ("resolution", "positions", "reach", "distance", "recall"):
-        words = shlex.split(analysis_command(found.runs[0], kind))
-        assert words[:2] == ["lengthen", "analyse"]
-        assert parse(analyse.Arguments, words[2:], "analyse", "").what == [kind]

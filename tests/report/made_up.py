@@ -92,7 +92,7 @@ def analyses(positions: str) -> dict[str, dict[str, Any]]:
 
 
 def write(folder: Path, positions: str = "alibi", full: bool = True, lines: list[dict[str, Any]] | None = None) -> Path:
-    """Write a run's folder; a full one has blockwise measurements, training and all analyses."""
+    """Write a run's folder; a full one has blockwise measurements and all analyses."""
     folder.mkdir(parents=True)
     if lines is None:
         lines = [evaluation(positions, length) for length in LENGTHS]
@@ -103,10 +103,6 @@ def write(folder: Path, positions: str = "alibi", full: bool = True, lines: list
     if full:
         model = f'[model]\npositions = "{positions}"\ntrain_length = 64\nlayers = 4\nwidth = 144\nheads = 4\n'
         (folder / "config.toml").write_text(model, encoding="utf-8")
-        steps = [
-            {"kind": "step", "step": n, "loss": 4 - n / 10, "tokens_per_second": 15000.0 + n} for n in range(1, 6)
-        ] + [{"kind": "evaluation", "step": 5, "length": 64, "loss": 2.0}]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps), encoding="utf-8")
         (folder / "analysis").mkdir()
         for kind, analysis in analyses(positions).items():
             (folder / "analysis" / f"{kind}.json").write_text(json.dumps(analysis), encoding="utf-8")

@@ -19,7 +19,6 @@ from lengthen.report.lines import COLOURS
 def test_everything_of_a_run_is_read(report: Report) -> None:
     run = report.runs[0]
     assert (run.label, run.positions, run.train_length, run.model["layers"]) == ("alibi", "alibi", 64, 4)
-    assert run.training == {"steps": 5, "loss": 3.5, "tokens_per_second": 15003.0}
     assert set(run.analyses) == {"resolution", "positions", "reach", "distance", "recall"}
     assert [curve.label for curve in report.curves][:2] == ["alibi", "alibi · blockwise 32"]
     assert [one.length for one in report.curves[0].records] == list(LENGTHS)
@@ -27,7 +26,7 @@ def test_everything_of_a_run_is_read(report: Report) -> None:
 
 def test_evaluation_alone_is_enough(tmp_path: Path) -> None:
     run = collect([write(tmp_path / "run", full=False)]).runs[0]
-    assert (run.positions, run.train_length, run.model, run.training, run.analyses) == ("alibi", 64, {}, None, {})
+    assert (run.positions, run.train_length, run.model, run.analyses) == ("alibi", 64, {}, {})
 
 
 def test_a_later_line_replaces_an_earlier_one(one: Callable[..., Report]) -> None:
@@ -128,7 +127,7 @@ def test_runs_without_results_are_noted_and_missing_folders_are_errors(tmp_path:
     folder = write(tmp_path / "run")
     report = collect([tmp_path / "empty", folder])
     assert [run.path for run in report.runs] == [str(folder)]
-    assert report.notes == [f"{tmp_path / 'empty'}: no measurements; `lengthen eval {tmp_path / 'empty'}` makes them"]
+    assert report.notes == [f"{tmp_path / 'empty'}: no measurements; `lengthen eval RUN` makes them"]
     (tmp_path / "empty" / "evaluation.jsonl").write_text('{"kind": "other"}\n')
     for paths in ([tmp_path / "empty"], []):
         with pytest.raises(ValueError, match="expected a folder with measurements, got none"):
@@ -170,10 +169,11 @@ def test_analyses_that_are_not_what_they_should_be_are_named(tmp_path: Path) -> 
         ("[]", "expected a table"),
         ('{"rows": 3}', "rows: expected a list"),
         ('{"rows": [3]}', r"rows\[0\]: expected a table"),
-        ('{"rows": [{"length": 3}]}', "row 1: reach: expected a value"),
-        ('{"rows": [{"length": "3", "reach": []}]}', "length: expected a whole number, got '3'"),
-        ('{"rows": [{"length": 3, "reach": [1]}]}', "reach.* expected a list"),
-        ('{"rows": [{"length": 3, "reach": [[1, 2]], "share": [[1]]}]}', "lists of equal lengths"),
+        ('{"rows": [{"length": 3}]}', "row 1: expected what `lengthen analyse --what reach` writes, got KeyError"),
+        ('{"rows": [{"length": "3", "reach": [[1]], "share": [[1]]}]}', "length: expected a whole number, got '3'"),
+        ('{"rows": [{"length": 3, "reach": [["a"]], "share": [[1]]}]}', "reach: expected a number, got 'a'"),
+        ('{"rows": [{"length": 3, "reach": [1], "share": [1]}]}', "row 1: expected what"),
+        ('{"rows": [{"length": 3, "reach": [[1, 2]], "share": [[1]]}]}', "shorter"),
     ):
         path.write_text(text)
         with pytest.raises((TypeError, ValueError), match=f"reach.json.*{said}"):

@@ -18,7 +18,7 @@ from made_up import LENGTHS, evaluation, write
 from lengthen.report import Report, collect, write_html
 from lengthen.report.charts import figures, shown
 from lengthen.report.page import html
-from lengthen.report.sections import command, verdict
+from lengthen.report.sections import verdict
 
 
 class Elements(HTMLParser):
@@ -73,7 +73,7 @@ def test_the_same_runs_give_the_same_page(report: Report) -> None:
     assert html(report) == html(report)
 
 
-def test_every_section_is_there_with_n_and_how_it_was_made(report: Report, runs: list[Path]) -> None:
+def test_every_section_is_there_with_n_and_how_it_was_made(report: Report) -> None:
     text = html(report)
     page = Elements(text)
     names = ["perplexity", "resolution", "positions", "reach", "distance", "recall", "speed", "runs", "papers"]
@@ -83,13 +83,14 @@ def test_every_section_is_there_with_n_and_how_it_was_made(report: Report, runs:
     captions = re.findall("<figcaption>(.*?)</figcaption>", text)
     assert len(captions) == 7
     assert all(caption.startswith("n = ") for caption in captions)
-    assert sum(a.get("class") == "how" for _, a in page.found) == 6
     assert sum(tag == "table" for tag, _ in page.found) == text.count("<div class=scroll")  # each folded, and scrolls
-    said = f"lengthen eval {runs[0]} --protocol nonoverlapping --lengths 64,128,256,512,1024 --tokens 65536"
-    assert said in page.words
-    block = f"lengthen analyse {runs[1]} --what resolution --lengths 64,128,256 --blockwise --block 32 --data DATA"
-    assert block in page.words
-    assert "65,536 tokens per length, data 9f86d081884c7d65, validation, checkpoint step-00002000, on cpu" in page.words
+    for kind, caption in zip(names[1:6], captions[1:6], strict=True):
+        made = (
+            f"Made by <code>lengthen analyse RUN --what {kind}</code>: checkpoint step-00002000, data 9f86d081884c7d65."
+        )
+        assert caption.endswith(made)
+    made = "Made by <code>lengthen eval RUN</code>: checkpoint step-00002000, data 9f86d081884c7d65, device cpu."
+    assert captions[0].endswith(made)
 
 
 def test_it_opens_with_the_answer(report: Report) -> None:
@@ -98,8 +99,8 @@ def test_it_opens_with_the_answer(report: Report) -> None:
     assert said["alibi"].startswith("holds to 16 × (perplexity 4.953 at 64 → 4.393 at 1,024); blockwise 32 holds")
     assert said["rotary"].startswith("fails past 1 × (perplexity 4.953 at 64 → ")
     assert all(words in page for words in said.values())
-    assert page.index(said["sinusoidal"]) < page.index("4 layers × 144 wide × 4 heads; steps 2,000; measured 20")
-    assert page.index("measured 20") < page.index("How well each model predicts")
+    assert page.index(said["sinusoidal"]) < page.index("4 layers × 144 wide × 4 heads; trained for 2,000 steps")
+    assert page.index("Measured 20") < page.index("How well each model predicts")
 
 
 def test_blockwise_rescues(one: Callable[..., Report]) -> None:
@@ -138,24 +139,20 @@ def test_without_a_value_at_the_training_length_there_is_no_ratio(one: Callable[
     assert "perplexity_relative" not in names
 
 
-def test_a_bare_run_says_what_would_make_the_rest(tmp_path: Path) -> None:
+def test_a_section_without_numbers_is_left_out(tmp_path: Path) -> None:
     page = Elements(html(collect([write(tmp_path / "run", full=False)])))
-    assert "reach" not in {a.get("id") for _, a in page.found}
-    for kind in ("resolution", "positions", "reach", "distance"):
-        assert f"lengthen analyse {tmp_path / 'run'} --what {kind} --data DATA" in page.words
-    rotary = Elements(html(collect([write(tmp_path / "rotary", "rotary", full=False)])))
-    assert "--what distance" in rotary.words
-    assert "--what reach" not in rotary.words  # nothing bounds its reach
+    assert "perplexity" in {a.get("id") for _, a in page.found}
+    assert not {"resolution", "positions", "reach", "distance", "recall"} & {a.get("id") for _, a in page.found}
 
 
 def test_text_from_files_stays_text(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u2028\ud800"
     lines = [evaluation(evil, n, checkpoint=evil, data=evil, device=evil, split=evil) for n in LENGTHS]
-    lines += [evaluation(evil, 64, protocol=evil, command=evil)]
+    lines += [evaluation(evil, 64, protocol=evil)]
     folder = write(tmp_path / "a&b <i>", lines=lines)
     (folder / "config.toml").unlink()
     analysis = json.loads((folder / "analysis" / "reach.json").read_text(encoding="utf-8"))
-    analysis |= {"checkpoint": evil, "data": evil, "command": evil}
+    analysis |= {"checkpoint": evil, "data": evil}
     (folder / "analysis" / "reach.json").write_text(json.dumps(analysis))
     (tmp_path / evil[:8].replace("/", "")).mkdir()
     report = collect([folder, tmp_path / evil[:8].replace("/", "")])
@@ -197,13 +194,6 @@ def test_numbers_for_reading(value: Any, text: str) -> None:
     assert shown(value) == text
 
 
-def test_strides_are_in_the_command(one: Callable[..., Report]) -> None:
-    halves = one(*[evaluation("alibi", n, protocol="sliding", stride=n // 2) for n in (64, 128)], name="a")
-    assert command(halves.curves[0]).endswith("--lengths 64,128 --tokens 65536 --data DATA")
-    fixed = one(*[evaluation("alibi", n, protocol="sliding", stride=16) for n in (64, 128)], name="b")
-    assert "--stride 16" in command(fixed.curves[0])
-
-
 REAL = ("loss", "loss_se", "perplexity", "perplexity_per_word", "bits_per_byte", "tokens_per_second", "peak_bytes")
 NUMBERS = st.none() | st.floats() | st.integers(-(10**12), 10**12)
 
@@ -214,9 +204,11 @@ def test_no_number_breaks_the_page(tmp_path_factory: Any, values: dict[str, Any]
     lines = [evaluation("alibi", 64), evaluation("alibi", length, **values), evaluation("alibi", 128, **values)]
     folder = write(tmp_path_factory.mktemp("runs") / "run", lines=lines)
     rows = {
-        "resolution": [{"length": length, "resolution": values["loss"], "layers": [values["loss_se"]]}],
-        "positions": [{"length": length, "positions": [length], "loss": [values["loss"]]}],
-        "reach": [{"length": length, "reach": [[values["loss"]]]}],
+        "resolution": [
+            {"length": length, "blockwise": False, "block": None, "resolution": values["loss"], "layers": [0.5]}
+        ],
+        "positions": [{"length": length, "positions": [length], "loss": [values["loss"]], "count": [3]}],
+        "reach": [{"length": length, "reach": [[values["loss"]]], "share": [[values["loss_se"]]]}],
         "distance": [{"length": length, "distances": [0], "weight": [[[values["loss"]]]]}],
         "recall": [{"distance": length, "accuracy": values["loss"], "trials": 3}],
     }

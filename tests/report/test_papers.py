@@ -28,17 +28,15 @@ def test_known_numbers() -> None:
 
 
 def test_curves_start_at_their_training_length() -> None:
-    found = [curve for name in papers.SETS for curve in papers.curves(name)]
     for name in papers.SETS:
-        labels = [(curve.label, curve.corpus, curve.reference) for curve in papers.curves(name)]
-        assert len(labels) == len(set(labels)) > 0
-    for curve in found:
-        by = dict(curve.points)
-        assert len(by) >= 2
-        assert list(by) == sorted(by)
-        assert by.get(curve.train_length, curve.reference) == curve.reference
-    blockwise = [curve for curve in found if curve.protocol == "blockwise"]
-    assert {(curve.method, curve.reference) for curve in blockwise} == {
+        found = papers.ratios(name)
+        assert found
+        for label in {one["label"] for one in found}:
+            times = [one["times"] for one in found if one["label"] == label]
+            assert len(times) >= 2
+        assert all(one["ratio"] == 1 for one in found if one["times"] == 1 and one["protocol"] != "blockwise")
+    blockwise = [one for name in papers.SETS for one in papers.ratios(name) if one["protocol"] == "blockwise"]
+    assert {(one["method"], round(one["perplexity"] / one["ratio"], 2)) for one in blockwise} == {
         ("alibi", 24.99),
         ("rotary", 25.52),
         ("xpos", 23.31),

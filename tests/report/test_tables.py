@@ -33,7 +33,7 @@ def analysis(run: Path, kind: str) -> dict[str, Any]:
 
 def test_evaluations_are_those_of_the_files(report: Report, runs: list[Path], tmp_path: Path) -> None:
     paths = write_csv(report, tmp_path / "csv")
-    names = ["evaluation", "training", "resolution", "positions", "curse", "reach", "distance", "recall"]
+    names = ["evaluation", "resolution", "positions", "curse", "reach", "distance", "recall"]
     assert [path.name for path in paths] == [f"{name}.csv" for name in names]
     rows = iter(read(paths[0]))
     for run in runs:
@@ -67,7 +67,6 @@ def test_analyses_are_those_of_the_files(report: Report, runs: list[Path], tmp_p
         assert numbers("recall", key) == [row[key] for row in rows["recall"]]
     curse = read(tmp_path / "curse.csv")
     assert [float(row["from_curse"]) for row in curse] == [0.15] * len(runs)
-    assert [row["tokens_per_second"] for row in read(tmp_path / "training.csv")] == ["15003.0"] * len(runs)
 
 
 @given(value=st.floats(), length=st.integers(1, 2**40), name=st.text(max_size=20).filter(lambda s: "\0" not in s))

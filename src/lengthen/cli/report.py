@@ -1,9 +1,8 @@
 """Make one page of one or many runs: perplexity against length, one curve per method, and how each number was made.
 
 The page is a single HTML file that loads nothing from elsewhere: it can be mailed, printed and read on a phone. It
-opens with how far each model holds, shows what `lengthen eval` and the analyses left in the runs' folders, and names
-the command for what is missing. The curves of the ALiBi and LEX papers can be laid beside its own. A run without
-measurements is left out, with a note.
+opens with how far each model holds, and shows what `lengthen eval` and `lengthen analyse` left in the runs' folders.
+The curves of the ALiBi and LEX papers can be laid beside its own. A run without measurements is left out, with a note.
 
 --csv writes every number as it was measured. --figures saves the same figures for a paper. The charts need Altair and
 vl-convert (pip install "lengthen[report]").

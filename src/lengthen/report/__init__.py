@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lengthen.io import write_bytes
 from lengthen.report.collect import Curve, Report, Run, collect
 from lengthen.report.tables import write_csv
 
@@ -21,9 +22,12 @@ __all__ = ["Curve", "Report", "Run", "collect", "write_csv", "write_figures", "w
 
 def write_html(report: Report, path: str | Path) -> Path:
     """Write the page; return its path."""
-    from lengthen.report.page import write_html
+    from lengthen.report.page import html
 
-    return write_html(report, path)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, html(report).encode(errors="replace"))  # a JSON string may hold half a character
+    return path
 
 
 def write_figures(report: Report, folder: str | Path, formats: Sequence[str] = ("svg", "pdf")) -> list[Path]:

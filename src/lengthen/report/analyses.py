@@ -1,109 +1,72 @@
-"""What the files of RUN/analysis/ hold: the schema of each kind's rows, and the same rows with one number each."""
+"""What the files of RUN/analysis/ hold, as rows with one number each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import repeat
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lengthen.checks import describe, whole_number
 from lengthen.io import Table, build, fields, read_json
 
 T = TypeVar("T")
-Numbers = list[float | None]
+KINDS = ("resolution", "positions", "reach", "distance", "recall")
+PLACES = ("length", "position", "distance")  # columns of whole numbers
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """One file: its rows, with one number each, and how it was made."""
+    """One file: its rows, with one number each, and what it was made from."""
 
     rows: list[Table]
     checkpoint: str | None = None
     data: str | None = None
-    command: str | None = None
     curse: Table | None = None  # of positions: where the gain of longer inputs comes from
-
-
-@dataclass(frozen=True)
-class _Resolution:
-    length: int
-    resolution: float | None
-    layers: Numbers | None = None
-    blockwise: bool | None = False
-    block: int | None = None
-
-    def flat(self) -> Iterator[Table]:
-        about = {"length": self.length, "blockwise": self.blockwise, "block": self.block}
-        yield {**about, "layer": None, "resolution": self.resolution}  # no layer: the mean over all
-        yield from ({**about, "layer": layer, "resolution": value} for layer, value in enumerate(self.layers or []))
-
-
-@dataclass(frozen=True)
-class _Positions:
-    length: int
-    positions: list[int]  # where buckets end
-    loss: Numbers
-    count: list[int | float | None] | None = None
-
-    def flat(self) -> Iterator[Table]:
-        counts = self.count or [None] * len(self.positions)
-        for position, loss, count in zip(self.positions, self.loss, counts, strict=True):
-            yield {"length": self.length, "position": position, "loss": loss, "count": count}
-
-
-@dataclass(frozen=True)
-class _Reach:
-    length: int
-    reach: list[Numbers]  # by layer and head
-    share: list[Numbers] | None = None
-
-    def flat(self) -> Iterator[Table]:
-        for layer, (heads, shares) in enumerate(
-            zip(self.reach, self.share or repeat(None, len(self.reach)), strict=True)
-        ):
-            for head, (reach, share) in enumerate(zip(heads, shares or [None] * len(heads), strict=True)):
-                yield {"length": self.length, "layer": layer, "head": head, "reach": reach, "share": share}
-
-
-@dataclass(frozen=True)
-class _Distance:
-    length: int
-    distances: list[int]  # where buckets start
-    weight: list[list[Numbers]]  # by layer, head and bucket
-
-    def flat(self) -> Iterator[Table]:
-        for layer, heads in enumerate(self.weight):
-            for head, weights in enumerate(heads):
-                for distance, weight in zip(self.distances, weights, strict=True):
-                    about = {"length": self.length, "layer": layer, "head": head}
-                    yield {**about, "distance": distance, "weight": weight}
-
-
-@dataclass(frozen=True)
-class _Recall:
-    distance: int
-    accuracy: float | None
-    trials: int | None = None
-
-    def flat(self) -> Iterator[Table]:
-        yield {"distance": self.distance, "accuracy": self.accuracy, "trials": self.trials}
-
-
-KINDS: dict[str, Any] = {
-    **{"resolution": _Resolution, "positions": _Positions, "reach": _Reach},
-    **{"distance": _Distance, "recall": _Recall},
-}
 
 
 def read_analysis(path: Path, kind: str) -> Analysis:
     """Return what a file of analysis/ holds."""
     found = known(Analysis, read_json(path, dict), str(path))
-    rows = [known(KINDS[kind], row, f"{path}, row {place}") for place, row in enumerate(found.rows, 1)]
-    try:
-        return replace(found, rows=[flat for row in rows for flat in row.flat()])
-    except ValueError as problem:
-        raise ValueError(f"{path}: expected lists of equal lengths in a row: {problem}") from None
+    rows = []
+    for place, row in enumerate(found.rows, 1):
+        try:
+            rows += [_checked(one) for one in _flat(kind, row)]
+        except (KeyError, TypeError, ValueError) as problem:
+            told = f"expected what `lengthen analyse --what {kind}` writes"
+            raise ValueError(f"{path}, row {place}: {told}, got {problem!r}") from None
+    return replace(found, rows=rows)
+
+
+def _flat(kind: str, row: Table) -> Iterator[Table]:
+    if kind == "recall":
+        yield {key: row[key] for key in ("distance", "accuracy", "trials")}
+    elif kind == "resolution":  # without a layer: the mean over all
+        about = {key: row[key] for key in ("length", "blockwise", "block")}
+        for layer, value in [(None, row["resolution"]), *enumerate(row["layers"])]:
+            yield {**about, "layer": layer, "resolution": value}
+    elif kind == "positions":
+        for position, loss, count in zip(row["positions"], row["loss"], row["count"], strict=True):
+            yield {"length": row["length"], "position": position, "loss": loss, "count": count}
+    elif kind == "reach":
+        for layer, heads in enumerate(zip(row["reach"], row["share"], strict=True)):
+            for head, (reach, share) in enumerate(zip(*heads, strict=True)):
+                yield {"length": row["length"], "layer": layer, "head": head, "reach": reach, "share": share}
+    else:
+        for layer, heads in enumerate(row["weight"]):
+            for head, weights in enumerate(heads):
+                about = {"length": row["length"], "layer": layer, "head": head}
+                for distance, weight in zip(row["distances"], weights, strict=True):
+                    yield {**about, "distance": distance, "weight": weight}
+
+
+def _checked(row: Table) -> Table:
+    for key, value in row.items():
+        if key in PLACES:
+            whole_number(key, value, at_least=0)
+        elif value is not None and not isinstance(value, int | float):
+            raise TypeError(f"{key}: expected a number, got {describe(value)}")
+    return row
 
 
 def known(kind: type[T], table: Mapping[str, Any], where: str) -> T:

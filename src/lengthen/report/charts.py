@@ -23,18 +23,28 @@ from lengthen.report.lines import COLOURS, Row, lines, row
 
 FORMATS = ("svg", "pdf", "png")
 WIDTH = 430  # pixels of a plot in a paper
+STYLE: dict[str, Any] = {
+    "background": "white",
+    "font": "Helvetica, Arial, sans-serif",
+    "view": {"stroke": None},
+    "axis": {"gridColor": "#e4e4e4", "labelFontSize": 12, "titleFontSize": 13, "titleFontWeight": "normal"},
+    "legend": {"labelFontSize": 12, "titleFontSize": 13, "titleFontWeight": "normal"},
+    "text": {"fontSize": 12},
+    "title": {"anchor": "start", "fontSize": 14, "fontWeight": "normal", "frame": "bounds", "offset": 12},
+}
 NAMES = {
-    **{"perplexity": "perplexity per token", "loss": "loss, nats per token"},
+    "perplexity": "perplexity per token",
     **{"perplexity_per_word": "perplexity per word", "bits_per_byte": "bits per byte"},
     **{"tokens_per_second": "tokens/s", "peak_bytes": "peak memory, bytes"},
     **{"ratio": "perplexity ÷ that at the training length"},
 }
-FILES = {"tokens_per_second": "speed", "peak_bytes": "memory"}
-ANALYSED = (  # section, file, columns of x and y, title
-    ("resolution", "resolution", "length", "resolution", "resolution"),
-    ("positions", "loss_by_position", "position", "loss", "loss, nats per token"),
-    ("recall", "recall", "distance", "accuracy", "fraction recalled"),
+FILES = {"tokens_per_second": "speed", "peak_bytes": "memory", "positions": "loss_by_position"}
+ANALYSED = (
+    ("resolution", "length", "resolution"),
+    ("positions", "position", "loss"),
+    ("recall", "distance", "accuracy"),
 )
+TITLES = {"resolution": "resolution", "positions": "loss, nats per token", "recall": "fraction recalled"}
 AXES = {"length": "length in tokens", "position": "position in the input", "distance": "distance in tokens"}
 METHODS = {  # a known method has the same colour in every report
     **{"alibi": 0, "xpos": 1, "rotary": 2, "sinusoidal": 3, "absolute": 3, "t5": 4, "learned": 5, "kerple": 6},
@@ -62,8 +72,7 @@ def write_figures(report: Report, folder: str | Path, formats: Sequence[str] = (
     written = []
     for name, panels in {one.name: one.panels for one in reversed(found)}.items():  # of papers, the first set
         chart = alt.concat(*panels, columns=2 if len(panels) < 5 else 3) if len(panels) > 1 else panels[0]
-        chart = chart.configure(font="Helvetica, Arial, sans-serif", background="white").configure_view(stroke=None)
-        chart = chart.configure_axis(gridColor="#e4e4e4", titleFontWeight="normal")
+        chart = chart.configure(**STYLE)
         for form in formats:
             written.append(folder / f"{name}.{form}")
             chart.save(written[-1], format=form, **({"scale_factor": 2} if form == "png" else {}))
@@ -81,23 +90,20 @@ def figures(report: Report, width: Any = "container") -> dict[str, list[Figure]]
         made.setdefault(section, []).extend([Figure(name, title, [chart])] if chart else [])
 
     for key in list(NAMES)[:-1]:
-        log = key not in ("loss", "bits_per_byte")
-        chart = curves(_measured(report, tints, key), AXES["length"], NAMES[key], log=log)
+        chart = curves(_measured(report, tints, key), AXES["length"], NAMES[key], log=key != "bits_per_byte")
         add("speed" if key in FILES else "perplexity", FILES.get(key, key), NAMES[key], chart)
     own = _measured(report, tints, "ratio")
     for name in papers.SETS if own else []:
         chart = beside(own + _paper(name), y=NAMES["ratio"], log=True)
         add("perplexity", "perplexity_relative", f"beside {name}", chart)
-    for kind, name, x, y, title in ANALYSED:
-        add(kind, name, title, curves(_analysed(report, tints, kind, x, y), AXES[x], title))
-    own = [
-        one | {"x": one["x"] / one["trained"]} for one in _analysed(report, tints, "resolution", "length", "resolution")
-    ]
-    if own:
+    for kind, x, y in ANALYSED:
+        chart = curves(_analysed(report, tints, kind, x, y), AXES[x], TITLES[kind])
+        add(kind, FILES.get(kind, kind), TITLES[kind], chart)
+    if own := _analysed(report, tints, *ANALYSED[0], relative=True):
         title = "beside LEX, table 3: arXiv, trained at 1,024"
         add("resolution", "resolution_relative", title, beside(own + _paper_resolution(), y="resolution"))
     for kind in ("reach", "distance"):
-        made[kind] = [Figure(kind, kind, panels)] if (panels := _maps(report, kind)) else []
+        made[kind] = [Figure(kind, kind, panels)] if (panels := _maps(report, kind, width)) else []
     return {section: some for section, some in made.items() if some}
 
 
@@ -133,18 +139,14 @@ def _measured(report: Report, tints: dict[str, int], key: str) -> list[Row]:
             value = getattr(one, "perplexity" if key == "ratio" else key)
             if key == "ratio" and value is not None:
                 value = value / start if finite(start) and start else None
-            error = one.loss_se if key in ("loss", "perplexity") else None
             bar: tuple[float, ...] = ()
-            if error is not None and 0 <= error < 100 and 1e-50 < (value or 0) < 1e50:
-                bar = (value - error, value + error)
-                bar = (value * math.exp(-error), value * math.exp(error)) if key == "perplexity" else bar
+            error = finite(one.loss_se)
+            if key == "perplexity" and error is not None and abs(error) < 100 and 0 < (value or 0) < 1e50:
+                bar = (value * math.exp(-error), value * math.exp(error))
             x = one.length / curve.run.train_length if key == "ratio" else one.length
-            tip = {
-                "length": f"{one.length:,}",
-                NAMES[key]: shown(value),
-                "standard error of the loss": shown(one.loss_se, 2),
-            }
-            tip |= {"protocol": one.how, "n": f"{shown(one.tokens)} tokens, {shown(one.documents)} documents"}
+            tip = {"length": f"{one.length:,}", NAMES[key]: shown(value)}
+            tip |= {"standard error of the loss": shown(one.loss_se, 2), "protocol": one.how}
+            tip |= {"n": f"{shown(one.tokens)} tokens, {shown(one.documents)} documents"}
             tip |= {"checkpoint": one.checkpoint or "n.a."}
             found.append(row(curve.label, tints[curve.run.label], one.protocol, x, value, tip, bar))
     return [one for one in found if one["y"] is not None]
@@ -152,15 +154,15 @@ def _measured(report: Report, tints: dict[str, int], key: str) -> list[Row]:
 
 def _paper(name: str) -> list[Row]:
     found = []
-    for line in papers.curves(name):
-        for length, value in line.points:
-            x, y = length / line.train_length, value / line.reference
-            tip = {"length": f"{length:,}", NAMES["ratio"]: shown(y), "protocol": line.protocol, "n": line.corpus}
-            found.append(row(line.label, METHODS[line.method], line.protocol, x, y, tip))
+    for one in papers.ratios(name):
+        tip = {"length": shown(one["eval_length"]), NAMES["ratio"]: shown(one["ratio"])}
+        tip |= {"protocol": one["protocol"], "n": one["corpus"]}
+        look = (one["label"], METHODS[one["method"]], one["protocol"])
+        found.append(row(*look, one["times"], one["ratio"], tip))
     return found
 
 
-def _analysed(report: Report, tints: dict[str, int], kind: str, x: str, y: str) -> list[Row]:
+def _analysed(report: Report, tints: dict[str, int], kind: str, x: str, y: str, relative: bool = False) -> list[Row]:
     found = []
     for run in report.runs:
         longest = max((one.get("length", 0) for one in run.rows(kind)), default=0)
@@ -175,8 +177,8 @@ def _analysed(report: Report, tints: dict[str, int], kind: str, x: str, y: str) 
             if value is not None and 0 <= value <= 1 and trials > 0:
                 error = math.sqrt(value * (1 - value) / trials)
                 bar = (max(0.0, value - error), min(1.0, value + error))
-            found.append(row(label, tints[run.label], "blockwise" if block else "full", one[x], value, tip, bar))
-            found[-1]["trained"] = run.train_length
+            place = one[x] / run.train_length if relative else one[x]
+            found.append(row(label, tints[run.label], "blockwise" if block else "full", place, value, tip, bar))
     return found
 
 
@@ -190,37 +192,36 @@ def _paper_resolution() -> list[Row]:
     return found
 
 
-def _maps(report: Report, kind: str) -> list[Any]:
+def _maps(report: Report, kind: str, width: Any) -> list[Any]:
     """Return a panel per run, at the longest length that was analysed."""
+    shade = "share" if kind == "reach" else "weight"
     cells: dict[str, list[Row]] = {}
     for run in report.runs:
         longest = max((one["length"] for one in run.rows(kind)), default=0)
         for one in [one for one in run.rows(kind) if one["length"] == longest]:
-            shade = finite(one["share" if kind == "reach" else "weight"])
-            if kind == "reach" and one["share"] is None and finite(one["reach"]) is not None:
-                shade = one["reach"] / longest
             text = {name: shown(value, 3) for name, value in one.items() if isinstance(value, float)}
-            named = {**one, **text, "shade": shade, "row": f"{one['layer']}.{one['head']}"}
+            named = {**one, **text, "shade": finite(one[shade]), "row": f"{one['layer']}.{one['head']}"}
             cells.setdefault(f"{run.label}, length {longest:,}", []).append(named)
     most = 1.0 if kind == "reach" else max((one["shade"] or 0 for some in cells.values() for one in some), default=1.0)
-    return [_map(some, kind, title, most or 1.0, title == list(cells)[-1]) for title, some in cells.items()]
+    last = list(cells)[-1:]
+    maps = {title: _map(some, kind, most or 1.0, legend=title in last) for title, some in cells.items()}
+    return [one.properties(title=title, width=width) for title, one in maps.items()]
 
 
-def _map(cells: list[Row], kind: str, title: str, most: float, last: bool) -> Any:
+def _map(cells: list[Row], kind: str, most: float, legend: bool) -> Any:
     reach = kind == "reach"
     across, down = ("head", "layer") if reach else ("distance", "row")
-    high, wide = (len({cell[key] for cell in cells}) for key in (down, across))
     what = "fraction of scores" if reach else "fraction of attention"
-    legend = alt.Legend(title=what, orient="bottom", gradientLength=140, tickCount=3) if last else None
     scale = alt.Scale(scheme="blues", domain=[0, most], type="linear" if reach else "sqrt")
+    key = alt.Legend(title=what, orient="bottom", direction="horizontal", gradientLength=140, tickCount=3)
+    axis = alt.Axis(labelAngle=0, labelOverlap="greedy", labelSeparation=4, format=",d")
     base = alt.Chart(alt.InlineData(values=cells)).encode(
-        x=alt.X(f"{across}:O", sort=None, axis=alt.Axis(labelAngle=0 if reach else -60, format=",d")),
+        x=alt.X(f"{across}:O", sort=None, axis=axis),
         y=alt.Y(f"{down}:N", sort=None, title="layer" if reach else "layer.head"),
         tooltip=[alt.Tooltip(field=key, type="nominal") for key in cells[0] if key not in ("shade", "row")],
     )
-    rect = base.mark_rect().encode(color=alt.Color("shade:Q", scale=scale, legend=legend))
+    rect = base.mark_rect().encode(color=alt.Color("shade:Q", scale=scale, legend=key if legend else None))
     dark = alt.ColorValue("#222222", condition={"test": "datum.shade > 0.55", "value": "white"})
-    text = base.mark_text(fontSize=10).encode(text=alt.Text("reach:N"), color=dark)
-    size = {"width": 44 * wide, "height": 26 * high} if reach else {"width": 22 * wide, "height": 13 * high}
-    named = alt.TitleParams(title, anchor="start", fontSize=12, fontWeight="normal")
-    return alt.layer(rect, *([text] if reach else [])).properties(title=named, **size)
+    text = base.mark_text(fontSize=11).encode(text=alt.Text("reach:N"), color=dark)
+    height = (26 if reach else 14) * len({cell[down] for cell in cells})
+    return alt.layer(rect, *([text] if reach else [])).properties(height=height)

@@ -1,7 +1,6 @@
 """Read what training, evaluation and analysis left in run folders.
 
     RUN/config.toml            the model's settings
-    RUN/metrics.jsonl          training: one line per step
     RUN/evaluation.jsonl       one line per measurement; a later line of the same measurement replaces an earlier one
     RUN/analysis/<kind>.json   resolution, positions, reach, distance, recall
 
@@ -13,8 +12,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import shlex
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,8 +21,8 @@ from typing import Any
 from lengthen.checks import whole_number
 from lengthen.io import Table, read_lines, read_toml
 from lengthen.report.analyses import KINDS, Analysis, known, read_analysis
+from lengthen.report.words import PROTOCOLS
 
-PROTOCOLS = ("nonoverlapping", "sliding", "blockwise", "window")  # the order they are shown in
 WITHIN = 0.01  # of the best loss: what still counts as holding, as in `lengthen eval`
 
 
@@ -54,7 +51,6 @@ class Measurement:
     seconds: float | None = None
     peak_bytes: int | float | None = None
     device: str | None = None
-    command: str | None = None
 
     def __post_init__(self) -> None:
         whole_number("length", self.length, at_least=1)
@@ -79,7 +75,6 @@ class Run:
     train_length: int
     label: str = ""  # the method, and as much more as tells it from the other runs
     model: Table = field(default_factory=dict)  # the table `model` of config.toml
-    training: Table | None = None  # steps, loss and the median speed, from metrics.jsonl
     evaluations: list[Measurement] = field(default_factory=list)
     analyses: dict[str, Analysis] = field(default_factory=dict)
     date: str = ""  # of the last measurement
@@ -133,10 +128,14 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def texts(self) -> set[tuple[str | None, str | None]]:
+        """The data and split of every measurement; perplexities of several cannot be compared."""
+        return {(one.data, one.split) for run in self.runs for one in run.evaluations}
+
+    @property
     def curves(self) -> list[Curve]:
         """One curve per run and protocol, of the newest checkpoint that was measured so."""
-        several = len({(one.data, one.split) for run in self.runs for one in run.evaluations}) > 1
-        return [curve for run in self.runs for curve in _curves(run, several)]
+        return [curve for run in self.runs for curve in _curves(run, len(self.texts) > 1)]
 
 
 def collect(paths: Iterable[str | Path]) -> Report:
@@ -149,8 +148,7 @@ def collect(paths: Iterable[str | Path]) -> Report:
         if not place.exists():
             raise FileNotFoundError(f"{word}: expected the folder of a run, got none; `lengthen train` makes one")
     found = {word: _run(word) for word in words}
-    makes = {word: f"; `{shlex.join(['lengthen', 'eval', word])}` makes them" * Path(word).is_dir() for word in words}
-    notes = [f"{word}: no measurements{makes[word]}" for word, run in found.items() if run is None]
+    notes = [f"{word}: no measurements; `lengthen eval RUN` makes them" for word, run in found.items() if run is None]
     runs = [run for run in found.values() if run is not None]
     if not runs:
         raise ValueError("\n".join(["runs: expected a folder with measurements, got none", *notes]))
@@ -186,17 +184,7 @@ def _run(word: str) -> Run | None:
     files = {kind: folder / "analysis" / f"{kind}.json" for kind in KINDS}
     analyses = {kind: read_analysis(path, kind) for kind, path in files.items() if path.is_file()}
     date = datetime.datetime.fromtimestamp(source.stat().st_mtime, datetime.UTC).date().isoformat()
-    training = _training(folder / "metrics.jsonl")
-    return Run(word, positions, train_length, "", model, training, records, analyses, date)
-
-
-def _training(path: Path) -> Table | None:
-    steps = [line for line in read_lines(path, dict) if line.get("kind") == "step"] if path.is_file() else []
-    if not steps:
-        return None
-    speeds = [speed for line in steps if (speed := finite(line.get("tokens_per_second"))) is not None]
-    median = statistics.median(speeds) if speeds else None
-    return {"steps": steps[-1].get("step"), "loss": steps[-1].get("loss"), "tokens_per_second": median}
+    return Run(word, positions, train_length, "", model, records, analyses, date)
 
 
 def _labelled(runs: Sequence[Run]) -> list[Run]:

@@ -1,13 +1,13 @@
 """One chart of curves over lengths: a colour and a marker per run, a dash pattern per protocol, names at line ends.
 
-The colours are those of Okabe and Ito, which people with colour-blindness tell apart, the yellow left out, and three
-more; each has a contrast of at least 3 to the page's white and to its black.
+Curves that lie on each other are told apart: markers are hollow, each curve is thinner than the one that it covers, and
+each has a name. The colours are those of Okabe and Ito, which people with colour-blindness tell apart, the yellow left
+out, and three more; each has a contrast of at least 3 to the page's white and to its black.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,11 +17,14 @@ from lengthen.report.collect import finite
 
 Row = dict[str, Any]
 COLOURS = ("#0072b2", "#d55e00", "#009473", "#b8548a", "#b87a00", "#3590c8", "#8d66b0", "#9a6733", "#7d7d7d")
-SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
+SHAPES = (  # one more than colours, so that no two of 90 runs look the same
+    *("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right", "triangle-left"),
+    *("M-1,-1L1,1M1,-1L-1,1", "M0,-1.2L0,1.2M-1.2,0L1.2,0"),
+)
 DASHES = {"nonoverlapping": [1, 0], "full": [1, 0], "blockwise": [2, 3], "sliding": [7, 3], "window": [8, 3, 2, 3]}
-LOOK = ("label", "x", "y", "low", "high", "trained", "colour", "shape", "dash")  # what else a row has is its tooltip
-HEIGHT, GAP = 320, 14  # pixels: of a plot, and between two names
-LIMIT = "windowSize()[0] < 500 ? 110 : 190"  # of a name's width: less on a phone
+LOOK = ("label", "x", "y", "low", "high", "colour", "shape", "dash", "thick")  # the rest is the tooltip
+HEIGHT, GAP = 340, 15  # pixels: of a plot, and between two names
+LIMIT = "min(280, 0.45 * windowSize()[0])"  # of a name's width, for a phone's sake; outside a browser there is none
 
 
 def row(label: str, colour: int, protocol: str, x: float, y: Any, tip: Row, bar: Sequence[float] = ()) -> Row:
@@ -33,50 +36,51 @@ def row(label: str, colour: int, protocol: str, x: float, y: Any, tip: Row, bar:
 
 def lines(rows: Iterable[Row], x: str, y: str, width: Any, log: bool = False, marks: Iterable[int] = ()) -> Any:
     """Return the curves, with bars of one standard error and a rule at training lengths; none without a point."""
-    form = ".3~s" if "bytes" in y else ",.6~g"
     at, back = (math.log, math.exp) if log else (float, float)
     data = [one | {"y": _drawn(one["y"], log)} for one in rows if one["x"] > 0]
     points = [one for one in data if one["y"] is not None]  # where there is none, the curve is broken
     if not points:
         return None
+    labels = list(dict.fromkeys(one["label"] for one in data))
+    keys = dict.fromkeys(key for one in points for key in one if key not in LOOK)  # no dots: they are paths to Vega
+    data = [
+        dict.fromkeys(keys, "n.a.") | one | {"thick": 3.5 - 2 * (labels.index(one["label"]) + 1) / len(labels)}
+        for one in data
+    ]
     low, high = (extreme(at(one["y"]) for one in points) for extreme in (min, max))
     pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     low, high = low - pad, high + pad
-    height = max(HEIGHT, GAP * (len({one["label"] for one in points}) + 1))
+    height = max(HEIGHT, GAP * (len(labels) + 1))
+
     pick = alt.selection_point(name="pick", fields=["label"], on="click", clear="dblclick")
     faded = alt.OpacityValue(0.12, condition={"param": "pick", "value": 1.0})
+    pale = alt.OpacityValue(0.35, condition={"param": "pick", "value": 0.8, "empty": False})
     colour = alt.Color("colour:N", scale=None)
-    scale = alt.Scale(type="log", base=2, nice=False, padding=10)
-    axis = alt.Axis(values=_lengths(points), format=",.4~g", labelOverlap="greedy", labelSeparation=4, grid=False)
+    across = alt.Axis(tickCount=10, format=",.4~g", labelOverlap="greedy", labelSeparation=4, grid=False)
+    up = alt.Axis(values=_ticks(back(low), back(high), log), format=".3~s" if "bytes" in y else ",.6~g")
     kind: Row = {"type": "log"} if log else {"type": "linear", "zero": False}
-    up = alt.Scale(domain=[back(low), back(high)], nice=False, **kind)
     base = alt.Chart().encode(
-        x=alt.X("x:Q", title=x, scale=scale, axis=axis),
-        y=alt.Y("y:Q", title=None, scale=up, axis=alt.Axis(values=_ticks(back(low), back(high), log), format=form)),
+        x=alt.X("x:Q", title=x, scale=alt.Scale(type="log", base=2, nice=False, padding=10), axis=across),
+        y=alt.Y("y:Q", title=None, scale=alt.Scale(domain=[back(low), back(high)], nice=False, **kind), axis=up),
         color=colour,
         detail=alt.Detail("label:N"),
     )
-    wide = [at(one["high"]) - at(one["low"]) for one in points if "low" in one]
-    for one in [one for one in data if "low" in one]:  # bars end with the plot
-        one |= {"low": max(one["low"], back(low)), "high": min(one["high"], back(high))}
-    clear = statistics.median(wide or [0.0]) < 0.3 * (high - low)  # else they would hide the curves
-    bars = base.transform_filter("isValid(datum.low)").mark_rule()
     tips = [alt.Tooltip("label:N", title="curve")]
-    keys = dict.fromkeys(key for one in points for key in one if key not in LOOK)  # no dots: they are paths to Vega
     tips += [alt.Tooltip(field=key, type="nominal", title=key) for key in keys]
-    data = [dict.fromkeys(keys, "n.a.") | one for one in data]
     said = alt.DescriptionValue(alt.ExprRef("datum.label + ', ' + datum.x + ': ' + datum.y"))  # for screen readers
-    dots = base.mark_point(filled=True, size=45, opacity=1).encode(
+    dots = base.mark_point(size=50, fill="transparent", strokeWidth=1.7).encode(
         shape=alt.Shape("shape:N", scale=None), opacity=faded, tooltip=tips, description=said
     )
-    names = alt.Chart(alt.InlineData(values=_names(points, low, height / (high - low), height, log))).encode(
-        y="y:Q", color=colour
-    )
+    barred = [one for one in data if "low" in one]
+    for one in barred:  # bars end with the plot
+        one |= {"low": max(one["low"], back(low)), "high": min(one["high"], back(high))}
+    bars = base.transform_filter("isValid(datum.low)").mark_rule()
+    ends = _names(points, low, height / (high - low), height, log)
+    names = alt.Chart(alt.InlineData(values=ends)).encode(y="y:Q", color=colour)
     start = [{"x": mark, "text": f"trained at {mark:,}" if mark > 1 else "training length"} for mark in marks]
     trained = alt.Chart(alt.InlineData(values=start)).encode(x=alt.X("x:Q"))
-    shade = alt.OpacityValue(0.0, condition={"param": "pick", "value": 0.5, "empty": clear})
     layers = [
-        *([bars.encode(y=alt.Y("low:Q"), y2=alt.Y2("high:Q"), opacity=shade)] if wide else []),
+        *([bars.encode(y=alt.Y("low:Q"), y2=alt.Y2("high:Q"), opacity=pale)] if barred else []),
         trained.mark_rule(strokeDash=[3, 3], color="#8a8a8a"),
         trained.mark_text(align="left", baseline="bottom", dx=-4, dy=-4, color="#767676", aria=False).encode(
             y=alt.value(0), text=alt.Text("text:N")
@@ -84,14 +88,15 @@ def lines(rows: Iterable[Row], x: str, y: str, width: Any, log: bool = False, ma
         names.mark_rule(strokeWidth=0.7, opacity=0.4).encode(
             x=alt.X("x:Q"), x2=alt.value("width"), y=alt.Y("end:Q"), y2=alt.Y2("y:Q")
         ),
-        names.mark_text(align="left", dx=9, fontSize=11, limit=alt.ExprRef(LIMIT)).encode(
+        names.mark_text(align="left", dx=9, limit=alt.ExprRef(LIMIT)).encode(
             x=alt.value("width"), text=alt.Text("label:N"), opacity=faded
         ),
-        base.mark_line(strokeWidth=2).encode(strokeDash=alt.StrokeDash("dash:N", scale=None), opacity=faded),
+        base.mark_line().encode(
+            strokeDash=alt.StrokeDash("dash:N", scale=None), size=alt.Size("thick:Q", scale=None), opacity=faded
+        ),
         dots.add_params(pick).properties(name="points"),
     ]
-    title = alt.TitleParams(y, anchor="start", fontSize=12, fontWeight="normal", frame="bounds", offset=14)
-    return alt.layer(*layers, data=alt.InlineData(values=data)).properties(width=width, height=height, title=title)
+    return alt.layer(*layers, data=alt.InlineData(values=data)).properties(width=width, height=height, title=y)
 
 
 def _drawn(value: Any, log: bool) -> float | None:
@@ -109,12 +114,6 @@ def _ticks(low: float, high: float, log: bool) -> list[float]:
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(s * unit for s in (1, 2, 5, 10) if s * unit >= rough)
     return [float(f"{i * step:.12g}") for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def _lengths(points: Sequence[Row]) -> list[float]:
-    found = sorted({one["x"] for one in points})
-    powers = [2.0**i for i in range(math.floor(math.log2(found[0])), math.ceil(math.log2(found[-1])) + 1)]
-    return found if len(found) < 10 else [power for power in powers if found[0] <= power <= found[-1]]
 
 
 def _names(points: Sequence[Row], low: float, scale: float, height: int, log: bool) -> list[Row]:

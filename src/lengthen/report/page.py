@@ -12,29 +12,20 @@ import json
 from functools import cache
 from html import escape
 from importlib import resources
-from pathlib import Path
 from string import Template
 
 import vl_convert
 
-from lengthen.io import write_bytes
 from lengthen.report import sections
-from lengthen.report.charts import figures
+from lengthen.report.charts import STYLE, figures
 from lengthen.report.collect import Report
-
-
-def write_html(report: Report, path: str | Path) -> Path:
-    """Write the page; return its path."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, html(report).encode(errors="replace"))  # a JSON string may hold half a character
-    return path
 
 
 def html(report: Report) -> str:
     """Return the page as text."""
     found = figures(report)
-    specs = {name: [[panel.to_dict() for panel in one.panels] for one in some] for name, some in found.items()}
+    style = {"config": STYLE | {"background": None, "font": "system-ui, sans-serif"}}
+    specs = {name: [[panel.to_dict() | style for panel in one.panels] for one in some] for name, some in found.items()}
     data = json.dumps(specs, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     script = _script()
     return Template(_asset("page.html")).substitute(

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from lengthen.report import papers
+from lengthen.report.analyses import KINDS
 from lengthen.report.charts import Figure, shown
-from lengthen.report.collect import Curve, Measurement, Report, Run, finite
+from lengthen.report.collect import Curve, Measurement, Report, finite
 from lengthen.report.tables import rows
 from lengthen.report.words import ABOUT, HOW, OTHER_TEXTS, PROTOCOLS, READING
 
 
 def body(report: Report, found: Mapping[str, Sequence[Figure]]) -> str:
-    """Return the sections that the runs have numbers for, and what is missing."""
+    """Return the sections that the runs have numbers for."""
     parts = {"perplexity": _figure("perplexity", report, found) + _perplexity(report)}
-    for kind in ("resolution", "positions", "reach", "distance", "recall"):
+    for kind in KINDS:
         if kind in found:
-            numbers = "".join(
-                _numbers(report, name) for name in {"positions": ["positions", "curse"]}.get(kind, [kind])
-            )
-            parts[kind] = _figure(kind, report, found) + _made(report, kind) + numbers
+            parts[kind] = _figure(kind, report, found) + _numbers(report, kind)
+    if "positions" in parts:
+        parts["positions"] += _numbers(report, "curse")
     theirs = [[row["method"], *(shown(value) for value in list(row.values())[3:])] for row in papers.speed_memory()]
     head = ("method", "length", "training words/s", "evaluation words/s", "memory, GB")
     parts["speed"] = _figure("speed", report, found) + table(head, theirs, "ALiBi, table 1: 247M parameters, one V100")
-    parts["runs"] = _numbers(report, "training") + _numbers(report, "evaluation") + _missing(report)
+    left_out = "".join(f"<li>Left out: {escape(note)}" for note in report.notes)
+    parts["runs"] = _numbers(report, "evaluation") + f"<ul>{left_out}</ul>" * bool(left_out)
     links = [f'{name}: {title}, <a href="{link}">{link}</a>' for name, (title, link) in papers.SOURCES.items()]
     parts["papers"] = f"<ul><li>{'<li>'.join(links)}</ul>"
     contents = "".join(f'<a href="#{name}">{escape(ABOUT[name][0])}</a>' for name in parts)
@@ -43,14 +43,12 @@ def _answer(report: Report) -> str:
     records = [one for curve in report.curves for one in curve.records]
     size = ([shown(run.model.get(key)) for key in ("layers", "width", "heads")] for run in report.runs)
     facts = [
-        "Text " + _few(f"{one.data or 'n.a.'} ({one.split or 'n.a.'})" for one in records),
-        "model " + _few(f"{layers} layers × {width} wide × {heads} heads" for layers, width, heads in size),
-        "steps " + _few(shown(one.step) for one in records),
-        "measured " + _few(run.date or "n.a." for run in report.runs),
+        f"Measured {_few(run.date for run in report.runs)} on {_text(report)}",
+        "models of " + _few(f"{layers} layers × {width} wide × {heads} heads" for layers, width, heads in size),
+        f"trained for {_few(shown(one.step) for one in records)} steps",
         "“holds”: the loss is within 1 % of its best; × is the training length",
     ]
-    different = len({(one.data, one.split) for run in report.runs for one in run.evaluations}) > 1
-    warning = f"<p class=warning role=note>{escape(OTHER_TEXTS)}</p>" if different else ""
+    warning = f"<p class=warning role=note>{escape(OTHER_TEXTS)}</p>" if len(report.texts) > 1 else ""
     return f"<ul class=answer>{said}</ul><p class=note>{escape('; '.join(facts))}.</p>{warning}"
 
 
@@ -86,33 +84,47 @@ def _few(values: Iterable[str]) -> str:
     return " / ".join(found[:3]) + f" / {len(found) - 3} more" * (len(found) > 3)
 
 
+def _text(report: Report) -> str:
+    records = [one for curve in report.curves for one in curve.records]
+    tokens, documents = (_few(shown(getattr(one, key)) for one in records) for key in ("tokens", "documents"))
+    return f"{tokens} tokens of {documents} documents ({_few(one.split or 'n.a.' for one in records)})"
+
+
 def _figure(name: str, report: Report, found: Mapping[str, Sequence[Figure]]) -> str:
     if name not in found:
         return ""
     choices = [f"<option value={i}>{escape(figure.title)}</option>" for i, figure in enumerate(found[name])]
     picker = f"<label>Show <select>{''.join(choices)}</select></label>" if len(choices) > 1 else ""
+    plot = "<div class=plot><noscript>The figure needs JavaScript; the tables do not.</noscript></div>"
+    caption = escape(count(report, name) + f" {READING}" * (name == "perplexity")) + _made(report, name)
     kind = "maps" if name in ("reach", "distance") else "curves"
-    without = "<noscript>The figure needs JavaScript; the tables do not.</noscript>"
-    caption = escape(count(report, name) + f" {READING}" * (name == "perplexity"))
-    plot = f"<div class=plot>{without}</div><figcaption>{caption}</figcaption>"
-    return f"<figure class={kind} data-chart={name}>{picker}{plot}</figure>"
+    return f"<figure class={kind} data-chart={name}>{picker}{plot}<figcaption>{caption}</figcaption></figure>"
 
 
 def count(report: Report, name: str) -> str:
     """Return n: how many tokens, documents, layers or trials a figure's points are of."""
-    if name in ("perplexity", "speed"):
-        records = [one for curve in report.curves for one in curve.records]
-        tokens, documents = (_few(shown(getattr(one, key)) for one in records) for key in ("tokens", "documents"))
-        bars = " Bars are one standard error; where they would hide the curves, only a clicked curve has them."
-        return f"n = {tokens} tokens of {documents} documents per point; one run per curve.{bars * (name != 'speed')}"
+    bars = "Bars are one standard error."
     found = [row for run in report.runs for row in run.rows(name)]
+    layers = len({row.get("layer") for row in found} - {None})
+    if name in ("perplexity", "speed"):
+        return f"n = {_text(report)} per point; one run per curve." + f" {bars}" * (name == "perplexity")
     if name == "recall":
-        return f"n = {_few(shown(row['trials']) for row in found)} trials per point; bars are one standard error."
+        return f"n = {_few(shown(row['trials']) for row in found)} trials per point. {bars}"
     if name == "positions":
         return f"n = {shown(sum(row['count'] or 0 for row in found))} tokens in all; one run per curve."
-    layers = len({row["layer"] for row in found} - {None})
-    longest = " The longest length analysed is shown." * (name != "resolution")
-    return f"n = 1 checkpoint per {'curve' if name == 'resolution' else 'map'}, {layers} layers.{longest}"
+    if name == "resolution":
+        return f"n = 1 checkpoint per curve, {layers} layers."
+    return f"n = 1 checkpoint per map, {layers} layers. The longest length analysed is shown."
+
+
+def _made(report: Report, name: str) -> str:
+    """Return the command that makes a figure's numbers, and what they were made from."""
+    measured = name in ("perplexity", "speed")
+    found = [row for run in report.runs for row in rows(run, "evaluation" if measured else name)]
+    keys = [key for key in ("checkpoint", "data", "device") if key in found[0]]
+    facts = (f"{key} {_few(row[key] or 'n.a.' for row in found)}" for key in keys)
+    command = "lengthen eval RUN" if measured else f"lengthen analyse RUN --what {name}"
+    return f"<br>Made by <code>{command}</code>: {escape(', '.join(facts))}."
 
 
 def table(head: Sequence[str], body: Iterable[Sequence[Any]], summary: str) -> str:
@@ -130,86 +142,26 @@ def table(head: Sequence[str], body: Iterable[Sequence[Any]], summary: str) -> s
 
 def _numbers(report: Report, name: str) -> str:
     found = [{"run": run.label, **row} for run in report.runs for row in rows(run, name)]
-    if not found:
-        return ""
-    lines = ([v if isinstance(v, str) else "" if v is None else shown(v) for v in row.values()] for row in found)
-    return table([key.replace("_", " ") for key in found[0]], lines, f"Numbers: {name}, {len(found):,} rows")
+    lines = [
+        ["" if value is None else shown(value) if type(value) in (int, float) else str(value) for value in row.values()]
+        for row in found
+    ]
+    head = [key.replace("_", " ") for key in (found or [{}])[0]]
+    return table(head, lines, f"Numbers: {name}, {len(found):,} rows") if found else ""
 
 
 def _perplexity(report: Report) -> str:
     lengths = sorted({one.length for curve in report.curves for one in curve.records})
     by = {curve.label: {one.length: plus_minus(one) for one in curve.records} for curve in report.curves}
     lines = [[label, *(values.get(length, "") for length in lengths)] for label, values in by.items()]
-    numbers = table(
-        ["curve", *(f"{n:,}" for n in lengths)], lines, "Perplexity per token by length, ± one standard error"
-    )
+    head = ["curve", *(f"{length:,}" for length in lengths)]
     used = {curve.first.protocol for curve in report.curves}
     terms = "".join(f"<dt>{name}<dd>{PROTOCOLS[name]}" for name in PROTOCOLS if name in used)
-    parts = []
-    for curve in report.curves:
-        one, devices = curve.first, ", ".join(sorted({one.device for one in curve.records if one.device}))
-        facts = [f"{_few(shown(one.tokens) for one in curve.records)} tokens per length", f"data {one.data or 'n.a.'}"]
-        facts += [one.split or "n.a.", f"checkpoint {one.checkpoint or 'n.a.'}", f"on {devices or 'n.a.'}"]
-        parts.append(_source(curve.label, ", ".join(facts), one.command or command(curve)))
-    return _how(f"<p>{HOW}</p><dl>{terms}</dl>{''.join(parts)}") + numbers
+    how = f"<details><summary>How perplexity is measured</summary><p>{HOW}</p><dl>{terms}</dl></details>"
+    return how + table(head, lines, "Perplexity per token by length, ± one standard error")
 
 
 def plus_minus(one: Measurement) -> str:
     """Return a perplexity with its standard error, to first order perplexity × that of the loss."""
-    value, error = one.perplexity, finite(one.loss_se)
-    return (
-        shown(value) if finite(value) is None or error is None else f"{shown(value)} ± {shown((value or 0) * error, 2)}"
-    )
-
-
-def _made(report: Report, kind: str) -> str:
-    made = [(run, run.analyses[kind]) for run in report.runs if kind in run.analyses]
-    facts = (f"checkpoint {one.checkpoint or 'n.a.'}, data {one.data or 'n.a.'}" for _, one in made)
-    said = (one.command or analysis_command(run, kind) for run, one in made)
-    labels = (run.label for run, _ in made)
-    return _how("".join(map(_source, labels, facts, said)))
-
-
-def _source(label: str, facts: str, command: str) -> str:
-    return f"<p><b>{escape(label)}</b>: {escape(facts)}<br><code>{escape(command)}</code></p>"
-
-
-def _how(content: str) -> str:
-    return f"<details class=how><summary>How this was made</summary>{content}</details>"
-
-
-def command(curve: Curve) -> str:
-    """Return the command that measures a curve."""
-    words = ["lengthen", "eval", curve.run.path, "--protocol", curve.first.protocol]
-    words += ["--lengths", ",".join(str(one.length) for one in curve.records)]
-    tokens = {one.tokens for one in curve.records}
-    options: dict[str, Any] = {"--block": curve.first.block, "--tokens": tokens.pop() if len(tokens) == 1 else None}
-    if curve.first.protocol == "sliding" and "length/2" not in curve.first.how:
-        options["--stride"] = curve.first.stride
-    options["--split"] = None if curve.first.split == "validation" else curve.first.split
-    words += [word for name, value in options.items() if value is not None for word in (name, str(value))]
-    return shlex.join([*words, "--data", "DATA"])
-
-
-def analysis_command(run: Run, kind: str) -> str:
-    """Return the command that makes an analysis: with its lengths, if it was made."""
-    words = ["lengthen", "analyse", run.path, "--what", kind]
-    lengths = sorted({row["distance" if kind == "recall" else "length"] for row in run.rows(kind)})
-    words += ["--lengths", ",".join(map(str, lengths))] if lengths else []
-    blocks = {row["block"] for row in run.rows(kind) if row.get("blockwise")}
-    words += ["--blockwise"] if blocks else []
-    words += [word for block in blocks if block for word in ("--block", str(block))]
-    return shlex.join(words if kind == "recall" else [*words, "--data", "DATA"])
-
-
-def _missing(report: Report) -> str:
-    items = [escape(note) for note in report.notes]
-    for kind in ("resolution", "positions", "reach", "distance"):  # recall needs a model that was trained on it
-        for run in report.runs:
-            if kind not in run.analyses and (kind != "reach" or "alibi" in run.positions):
-                items.append(f"{ABOUT[kind][0]}: <code>{escape(analysis_command(run, kind))}</code>")
-    return (
-        f"<details id=missing><summary>Not measured</summary><ul><li>{'<li>'.join(items)}</ul></details>"
-        if items
-        else ""
-    )
+    value, error = finite(one.perplexity), finite(one.loss_se)
+    return shown(one.perplexity) + (f" ± {shown(value * error, 2)}" if value is not None and error is not None else "")

@@ -10,7 +10,7 @@ from pathlib import Path
 from lengthen.io import Table, write_bytes
 from lengthen.report.collect import Report, Run
 
-NAMES = ("evaluation", "training", "resolution", "positions", "curse", "reach", "distance", "recall")
+NAMES = ("evaluation", "resolution", "positions", "curse", "reach", "distance", "recall")
 CURSE = ("short", "long", "gain", "from_context", "from_curse")
 
 
@@ -20,12 +20,7 @@ def write_csv(report: Report, folder: str | Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name in NAMES:
-        found = []
-        for run in report.runs:
-            about = {"run": run.path, "positions": run.positions, "train_length": run.train_length}
-            made = run.analyses.get("positions" if name == "curse" else name)
-            about |= {"checkpoint": made.checkpoint, "data": made.data} if made else {}
-            found += [{**about, **row} for row in rows(run, name)]
+        found = [{"run": run.path, **row} for run in report.runs for row in rows(run, name)]
         if found:
             text = io.StringIO(newline="")
             writer = csv.DictWriter(text, list(found[0]), lineterminator="\n")  # None is written as nothing
@@ -37,12 +32,13 @@ def write_csv(report: Report, folder: str | Path) -> list[Path]:
 
 
 def rows(run: Run, name: str) -> list[Table]:
-    """Return the rows of one kind, as the run's files have them."""
+    """Return the rows of one kind, as the run's files have them, each with what it was made from."""
     if name == "evaluation":
-        return [{key: value for key, value in asdict(one).items() if key != "command"} for one in run.evaluations]
-    if name == "training":
-        return [run.training] if run.training else []
-    if name == "curse":
-        curse = run.analyses["positions"].curse if "positions" in run.analyses else None
-        return [{key: curse.get(key) for key in CURSE}] if curse else []
-    return run.rows(name)
+        return [asdict(one) for one in run.evaluations]
+    made = run.analyses.get("positions" if name == "curse" else name)
+    if made is None:
+        return []
+    about = {"positions": run.positions, "train_length": run.train_length}
+    about |= {"checkpoint": made.checkpoint, "data": made.data}
+    curse = [{key: made.curse.get(key) for key in CURSE}] if made.curse else []
+    return [{**about, **row} for row in (curse if name == "curse" else made.rows)]

@@ -17,8 +17,7 @@ ABOUT = {
     "positions": (
         "Loss by position",
         "The mean loss of tokens by their place in the input, in buckets. A longer input cuts the text less often, so "
-        "fewer tokens stand early, with little context: that part of its gain needs no use of distant tokens; what "
-        "more context gives, measured with sliding windows over the same tokens, does.",
+        "fewer tokens have little context: that part of its gain needs no use of distant tokens.",
     ),
     "reach": (
         "Reach",
@@ -31,23 +30,19 @@ ABOUT = {
         "The fraction of its attention that each head spends in buckets of distance. Rows are layer.head; a column "
         "goes from its distance to the next one's.",
     ),
-    "recall": (
-        "Recall by distance",
-        "How often the model recalls a value that was told once, this many tokens before.",
-    ),
+    "recall": ("Recall by distance", "How often the model recalls a value that it saw once, this many tokens before."),
     "speed": (
         "Speed and memory",
         "Tokens scored per second, forward passes alone, and the peak of memory beside the model, by length. Runs on "
         "other machines, or beside other work, are not comparable.",
     ),
-    "runs": ("Runs", "What the page was made from, and which analyses it lacks."),
+    "runs": ("Runs", "Every measurement, with all that says how it was made."),
     "papers": ("The papers", "Their tables are data of the package, measured by their authors on their data."),
 }
 HOW = (
     "Perplexity is e to the mean loss, in nats, over the tokens scored, the same ones at every length. Its standard "
-    "error is over documents; curves of the same text share most of it, so they differ more surely than their bars "
-    "suggest. “Beside” a paper, whose corpus, vocabulary and model are others, curves are ratios: perplexity over "
-    "that at the training length (of a curve that has none there, the plain value's). What a token sees:"
+    "error is over documents; curves of the same text share most of it. “Beside” a paper, curves are ratios: "
+    "perplexity over that at the training length (where a curve has none, the plain value). What a token sees:"
 )
 READING = (
     "Point at a point or tap it for its values; click a curve or its name to single it out, double-click for all. "
@@ -60,6 +55,6 @@ PROTOCOLS = {
     "window": "pieces of the length; a token sees itself and a fixed number of tokens before it.",
 }
 OTHER_TEXTS = (
-    "These numbers are from different texts: the data's fingerprint or the split differs. Perplexities on different "
-    "texts, or with different vocabularies, cannot be compared; their ratios to the value at the training length can."
+    "These numbers are from different texts: the data's fingerprint or the split differs. Their perplexities cannot be "
+    "compared; the ratios to the value at the training length can."
 )

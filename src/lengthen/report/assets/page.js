@@ -2,7 +2,6 @@
 const figures = JSON.parse(document.getElementById("data").textContent);
 const options = {
   mode: "vega-lite", renderer: "svg", ast: true, actions: false, defaultStyle: false, tooltip: { disableDefaultStyle: true },
-  config: { background: null, font: "system-ui, sans-serif", view: { stroke: null }, axis: { titleFontWeight: "normal" } },
 };
 
 async function draw(figure, panels) {
@@ -52,7 +51,3 @@ const root = document.documentElement;
 const button = document.getElementById("theme");
 const dark = () => (root.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
 button.addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; });
-
-const how = (open) => document.querySelectorAll("details.how").forEach((one) => { one.open = open; });
-addEventListener("beforeprint", () => how(true));
-addEventListener("afterprint", () => how(false));

@@ -12,7 +12,6 @@ input, with no overlap. What a paper has as OOM, out of memory, is None.
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
@@ -32,19 +31,6 @@ SETS = {  # what is shown beside own curves, and the tables it is from
 }
 
 
-@dataclass(frozen=True)
-class PaperCurve:
-    """One line of a paper: perplexity by length, and the perplexity at the training length that it is divided by."""
-
-    label: str
-    method: str
-    corpus: str
-    train_length: int
-    protocol: str
-    reference: float
-    points: list[tuple[int, float]]
-
-
 def perplexity() -> list[Row]:
     """Return the papers' perplexities: a row per method, training length, evaluation length and protocol."""
     return _read("perplexity")
@@ -60,24 +46,27 @@ def speed_memory() -> list[Row]:
     return _read("speed_memory")
 
 
-def curves(name: str) -> list[PaperCurve]:
-    """Return a set's lines that have two points or more and a perplexity at the training length."""
-    groups: dict[tuple[Any, ...], dict[int, float]] = {}
+def ratios(name: str) -> list[Row]:
+    """Return the points of a set's curves that have two points or more and a perplexity at the training length.
+
+    A point has `times`, its length over the training length, and `ratio`, its perplexity over that at this length.
+    """
+    groups: dict[tuple[Any, ...], dict[int, Row]] = {}
     for row in perplexity():
         if f"{row['paper']} {row['table']}" in SETS[name] and row["perplexity"]:
             model = (row["paper"], row["method"], row["corpus"], row["split"], row["train_length"])
             key = (*model, row["protocol"], row["stride_or_block"])
-            groups.setdefault(key, {}).setdefault(row["eval_length"], row["perplexity"])
+            groups.setdefault(key, {}).setdefault(row["eval_length"], row)
     found = []
-    for (*about, protocol, block), points in groups.items():
-        paper, method, corpus, _, trained = about
-        start = points.get(trained) or groups.get((*about, "full", None), {}).get(trained)
+    for key, points in groups.items():
+        paper, method, _, _, trained, protocol, block = key
+        start = points.get(trained) or groups.get((*key[:5], "full", None), {}).get(trained)
         if start is not None and len(points) > 1:
-            how = {"nonoverlapping": "", "full": "", "blockwise": f" · blockwise {block}"}.get(
-                protocol, f" · {protocol}"
-            )
-            label = f"{paper}: {method} @ {trained:,}{how}"
-            found.append(PaperCurve(label, method, corpus, trained, protocol, start, sorted(points.items())))
+            words = {"nonoverlapping": [], "full": [], "blockwise": [f"blockwise {block}"]}.get(protocol, [protocol])
+            label = " · ".join([f"{paper}: {method} @ {trained:,}", *words])
+            for length, row in sorted(points.items()):
+                ratio = row["perplexity"] / start["perplexity"]
+                found.append({**row, "label": label, "times": length / trained, "ratio": ratio})
     return found
 
 
