@@ -51,6 +51,12 @@ def test_a_torn_line_before_the_last_is_told(tmp_path: Path) -> None:
         collect([folder])
 
 
+def test_a_model_that_was_trained_anew_is_drawn_alone(one: Callable[..., Report]) -> None:
+    first = [evaluation("alibi", n, weights="a", loss=3.0) for n in (64, 128, 256)]
+    (curve,) = one(*first, *(evaluation("alibi", n, weights="b", loss=2.0) for n in (64, 128))).curves
+    assert [(record.length, record.loss) for record in curve.records] == [(64, 2.0), (128, 2.0)]
+
+
 def test_only_the_newest_checkpoint_is_drawn_and_all_are_kept(one: Callable[..., Report]) -> None:
     old = [evaluation("alibi", n, checkpoint="step-00001000", step=1000, loss=3.0) for n in (64, 128, 256)]
     report = one(*[evaluation("alibi", n) for n in (64, 128)], *old)

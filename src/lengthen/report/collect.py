@@ -33,6 +33,7 @@ class Measurement:
     positions: str | None = None
     train_length: int | None = None
     checkpoint: str | None = None
+    weights: str | None = None  # the sha256 of the model's file
     step: int | None = None
     data: str | None = None  # the text's fingerprint
     split: str | None = None
@@ -100,9 +101,9 @@ class Curve:
     @property
     def reference(self) -> Measurement | None:
         """The measurement at the training length: this curve's own, or without overlap where this curve has none."""
-        text = (self.first.data, self.first.split, self.first.checkpoint)
+        text = (self.first.data, self.first.split, self.first.checkpoint, self.first.weights)
         plain = [one for one in self.run.evaluations if one.protocol == "nonoverlapping"]
-        others = [one for one in plain if (one.data, one.split, one.checkpoint) == text]
+        others = [one for one in plain if (one.data, one.split, one.checkpoint, one.weights) == text]
         return next((one for one in self.records + others if one.length == self.run.train_length), None)
 
     @property
@@ -169,7 +170,7 @@ def _run(word: str) -> Run | None:
     for number, line in enumerate(read_lines(source, dict) if source.is_file() else [], 1):
         if line.get("kind") == "evaluation":
             one = known(Measurement, line, f"{source}, line {number}")
-            key = (one.checkpoint, one.data, one.split, one.protocol, one.length, one.stride, one.block)
+            key = (one.checkpoint, one.weights, one.data, one.split, one.protocol, one.length, one.stride, one.block)
             latest.pop(key, None)  # so that what replaces it stands where it was written
             latest[key] = one
     if not latest:
@@ -210,8 +211,9 @@ def _curves(run: Run, several: bool) -> Iterator[Curve]:
     for (data, split, protocol, how), group in sorted(
         groups.items(), key=lambda item: [*PROTOCOLS, item[0][2]].index(item[0][2])
     ):
-        newest = max(group, key=lambda one: one.step or 0).checkpoint
-        records = sorted((one for one in group if one.checkpoint == newest), key=lambda one: one.length)
+        last = max(reversed(group), key=lambda one: one.step or 0)  # of one step's, those of the weights measured last
+        newest = [one for one in group if (one.checkpoint, one.weights) == (last.checkpoint, last.weights)]
+        records = sorted(newest, key=lambda one: one.length)
         words = [run.label, *([how] if protocol != "nonoverlapping" else [])]
         words += [f"{split} of {str(data)[:8]}"] if several else []
         yield Curve(run, " · ".join(words), records)
