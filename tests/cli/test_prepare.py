@@ -34,7 +34,7 @@ def test_from_text_to_a_corpus(text: Path, tmp_path: Path, capsys: pytest.Captur
         assert re.search(rf"^{stage}: ", said, flags=re.MULTILINE)
     assert re.search(rf"train +{documents[0]} documents +{len(corpus['train']):,} tokens .* bytes a token", said)
     assert f"{out}: prepared in" in said
-    assert said.endswith(f"Next: lengthen train configs/tiny.toml --data {out}\n")
+    assert said.endswith(f"Next: lengthen train tiny --data {out}\n")
 
 
 def test_again_other_and_forced(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

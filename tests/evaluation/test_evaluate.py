@@ -117,6 +117,12 @@ def test_without_a_name_the_corpus_is_the_one_it_was_trained_on(
         assert re.search(message, capsys.readouterr().err)
 
 
+def test_an_encoder_is_refused(corpus: Corpus, folder: Path) -> None:
+    subject = open_run(run(folder / "run", corpus, kind="encoder"))
+    with pytest.raises(ValueError, match=r"run: expected a decoder, got an encoder, which sees the tokens"):
+        evaluate(subject, corpus, [protocol("nonoverlapping", 8, 8)], tokens=64)
+
+
 def test_the_same_tokens_are_scored_at_every_length(corpus: Corpus, trained: Path) -> None:
     subject, there = open_run(trained), len(corpus["validation"]) - 1
     chosen = [protocol("nonoverlapping", length, 8) for length in (8, 120, there)]
@@ -202,6 +208,7 @@ def test_the_command_ends_with_a_table_and_a_verdict(
         ),
         (["--protocol", "sliding", "--stride", "0"], "stride: expected at least 1, got 0"),
         (["--lengths", "8,0"], r"--lengths: expected at least one number, each at least 1, got \[8, 0\]"),
+        (["--tokens", "0"], "--tokens: expected at least 1, got 0"),
         (["--split", "test"], "split: .* has 'train', 'validation', got 'test'"),
     ],
 )

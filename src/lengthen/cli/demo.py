@@ -12,6 +12,7 @@ where it was; one that is there already, with the same settings, is only shown a
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,10 +52,13 @@ def run(arguments: Arguments) -> int:
     from lengthen.cli.corpus import open_corpus
     from lengthen.config import DataConfig
 
+    importlib.import_module("lengthen.report.page")  # so that what it needs is missed before the work, not after
     began = time.monotonic()
     methods = arguments.methods
     if not methods:
         raise ValueError("--methods: expected the name of at least one position method, got none")
+    if len(set(methods)) < len(methods):
+        raise ValueError(f"--methods: expected each method once, got {','.join(methods)}")
     configs = {name: config_of(name, arguments.steps, arguments.seed) for name in methods}  # a wrong name ends it here
     corpus = open_corpus(arguments.data, DataConfig())
     results: dict[str, list[Result]] = {}
@@ -107,7 +111,9 @@ def train_one(config: Config, corpus: Corpus, folder: Path, tell: Tell) -> None:
             tell("training", record["tokens"], total)
 
     with world() as here:
-        train(config, corpus, folder, here, watchers=[Bar()])
+        outcome = train(config, corpus, folder, here, watchers=[Bar()])
+    if not outcome.finished:  # a signal stopped it
+        raise KeyboardInterrupt
 
 
 def evaluate_one(folder: Path, corpus: Corpus, tokens: int, tell: Tell) -> list[Result]:

@@ -41,7 +41,7 @@ class Arguments:
     lengths: list[int] | None = None  # in tokens; none: 1× to 32× the training length
     protocol: list[Protocol] = field(default_factory=lambda: ["nonoverlapping"])  # how a text is read
     stride: int | None = None  # of sliding; none: half the length
-    block: int | None = None  # of blockwise and window; none: half the training length
+    block: int | None = None  # of blockwise, none: half the training length; of window, none: all of it
     tokens: int | None = None  # to score; none: 131072, or the longest length
     checkpoint: Literal["last", "best"] = "last"  # which of a run's checkpoints
     device: str | None = None  # cpu or cuda; none: cuda where there is one

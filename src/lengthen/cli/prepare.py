@@ -18,6 +18,7 @@ Examples:
 
 from __future__ import annotations
 
+import shlex
 import time
 import warnings
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def run(arguments: Arguments) -> int:
             f"{amount(split.text_bytes):>12} of text{per:>8.2f} bytes a token"
         )
     print(f"  tokenizer   {corpus.tokenizer().name}, {corpus.vocab_size:,} ids")
-    print(f"\nNext: lengthen train configs/tiny.toml --data {corpus.directory}")
+    print("\nNext: " + shlex.join(["lengthen", "train", "tiny", "--data", str(corpus.directory)]))
     return 0
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from lengthen.checks import whole_number
 from lengthen.data import Corpus, Tokens
 from lengthen.evaluation import results
 from lengthen.evaluation.measure import Tally, score
@@ -57,6 +58,8 @@ def open_run(path: str | Path, which: str = "last", device: str | torch.device =
 
 def targets_for(tokens: Tokens, lengths: Iterable[int], limit: int | None) -> int:
     """Return how many targets are scored at every length: the limit, or more if a length needs it, or all there are."""
+    if limit is not None:
+        whole_number("tokens", limit, at_least=1)
     longest = max(lengths)
     there = len(tokens) - 1
     if longest > there:
@@ -85,6 +88,8 @@ def evaluate(
     chosen = sorted(protocols, key=lambda one: (one.length, one.name))
     if not chosen:
         raise ValueError("protocols: expected at least one, got none")
+    if (kind := subject.model.config.kind) != "decoder":
+        raise ValueError(f"run: expected a decoder, got an {kind}, which sees the tokens that it is scored on")
     refuse_other_tokens(subject, corpus)
     text = corpus[split]
     targets = targets_for(text, (one.length for one in chosen), tokens)

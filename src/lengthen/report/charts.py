@@ -14,6 +14,7 @@ from typing import Any
 
 try:
     import altair as alt
+    import vl_convert  # noqa: F401 (the page and the files are made by it)
 except ImportError:
     raise ImportError('charts need altair and vl-convert: pip install "lengthen[report]"') from None
 
