@@ -117,6 +117,27 @@ def test_without_a_name_the_corpus_is_the_one_it_was_trained_on(
         assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("state", ["{}", '{"step": "x"}', '{"step": 4, "data": 3}'])
+def test_a_damaged_state_is_named(trained: Path, state: str) -> None:
+    for path in trained.glob("checkpoints/*/state.json"):
+        path.write_text(state)
+    with pytest.raises((TypeError, ValueError), match=r"state.json: (step|data): expected"):
+        open_run(trained)
+
+
+def test_weights_of_another_model_are_named(trained: Path) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    for path in trained.glob("checkpoints/*/model.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in list(file.keys())[1:]}
+            metadata = file.metadata()
+        save_file(tensors, path, metadata)
+    with pytest.raises(ValueError, match=r"expected the weights of the model that its config says, got others"):
+        open_run(trained)
+
+
 def test_an_encoder_is_refused(corpus: Corpus, folder: Path) -> None:
     subject = open_run(run(folder / "run", corpus, kind="encoder"))
     with pytest.raises(ValueError, match=r"run: expected a decoder, got an encoder, which sees the tokens"):

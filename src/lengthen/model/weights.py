@@ -43,7 +43,12 @@ def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> Tr
     with torch.device("meta"):
         model = Transformer(config)
     model.to_empty(device=device)
-    model.load_state_dict(state, assign=True)  # in the dtype that the file has
+    try:
+        model.load_state_dict(state, assign=True)  # in the dtype that the file has
+    except RuntimeError as problem:  # tensors that are missing, too many, or of other shapes
+        raise ValueError(
+            f"{path}: expected the weights of the model that its config says, got others: {problem}"
+        ) from None
     return model.eval()
 
 
@@ -64,4 +69,8 @@ def read(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> tu
         raise ValueError(f"{file}: expected a whole safetensors file, got one that cannot be read: {problem}") from None
     if KEY not in metadata:
         raise ValueError(f"{file}: expected a model's config in the file's metadata (key {KEY!r}), got none")
-    return io.build(ModelConfig, json.loads(metadata[KEY]), str(file), "model."), state
+    try:
+        table = json.loads(metadata[KEY])
+    except ValueError as problem:
+        raise ValueError(f"{file}: expected JSON in the file's metadata (key {KEY!r}), got {problem}") from None
+    return io.build(ModelConfig, table, str(file), "model."), state

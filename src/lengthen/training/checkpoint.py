@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 
 from lengthen import io
+from lengthen.checks import describe, whole_number
 from lengthen.config import Config, ModelConfig, differences
 from lengthen.model import Transformer
 from lengthen.model.weights import read, write
@@ -75,9 +76,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """Return the checkpoint in a folder, or say why it is none."""
     folder = Path(path)
     try:
-        return Checkpoint(folder, io.read_json(folder / "state.json", dict))
+        state: Mapping[str, Any] = io.read_json(folder / "state.json", dict)
     except FileNotFoundError:
         raise FileNotFoundError(f"{folder}: expected a checkpoint, got a folder without state.json") from None
+    whole_number(f"{folder / 'state.json'}: step", state.get("step"), at_least=0)
+    if not isinstance(state.get("data"), str):
+        raise TypeError(f"{folder / 'state.json'}: data: expected a fingerprint, got {describe(state.get('data'))}")
+    return Checkpoint(folder, state)
 
 
 def listed(folder: Path) -> list[Checkpoint]:
