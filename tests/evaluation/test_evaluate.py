@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lengthen import io
 from lengthen.cli.main import main
 from lengthen.config import from_table
 from lengthen.data import Corpus, prepare
@@ -41,7 +42,7 @@ def trained(corpus: Corpus, folder: Path) -> Path:
 
 
 def lines(folder: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (folder / "evaluation.jsonl").read_text().splitlines()]
+    return list(io.read_lines(folder / "evaluation.jsonl", dict))
 
 
 def test_results_say_how_they_were_made(corpus: Corpus, trained: Path) -> None:
