@@ -133,12 +133,17 @@ def sync_folder(folder: AnyPath) -> None:
 
 def read_json(path: AnyPath, kind: type[T]) -> T:
     """Return what a JSON file holds, as a dataclass; `dict` takes any table."""
-    return build(kind, _parsed(path, "JSON", json.loads), str(path))
+    return parse_json(Path(path).read_bytes(), kind, str(path))
+
+
+def parse_json(data: bytes, kind: type[T], where: str, prefix: str = "") -> T:
+    """Return what a text of JSON holds, as a dataclass; `where` is what errors call it."""
+    return build(kind, _decoded(where, data, "JSON", json.loads), where, prefix)
 
 
 def read_toml(path: AnyPath, kind: type[T]) -> T:
     """Return what a TOML file holds, as a dataclass; `dict` takes any table."""
-    return build(kind, _parsed(path, "TOML", tomllib.loads), str(path))
+    return build(kind, _decoded(str(path), Path(path).read_bytes(), "TOML", tomllib.loads), str(path))
 
 
 def read_lines(path: AnyPath, kind: type[T]) -> Iterator[T]:
@@ -153,10 +158,6 @@ def read_lines(path: AnyPath, kind: type[T]) -> Iterator[T]:
             if said is not None and said != _crc(table):
                 raise ValueError(f"{where}: expected a line whose {SUM} is {said}, got another: the line was altered")
             yield build(kind, table, where)
-
-
-def _parsed(path: AnyPath, language: str, parse: Callable[[str], Any]) -> Any:
-    return _decoded(str(path), Path(path).read_bytes(), language, parse)
 
 
 def _decoded(where: str, data: bytes, language: str, parse: Callable[[str], Any]) -> Any:

@@ -187,8 +187,7 @@ def test_two_at_once_leave_whole_lines(folder: Path) -> None:
 
 def test_a_line_that_is_no_result_is_named(folder: Path) -> None:
     path = folder / "evaluation.jsonl"
-    results.append(folder, result())
-    path.write_text(path.read_text().replace('"length"', '"lenght"'))
+    path.write_text(json.dumps(result().record()).replace('"length"', '"lenght"') + "\n")
     with pytest.raises(ValueError, match=r"evaluation.jsonl, line 1: unknown key 'lenght'; did you mean 'length'"):
         results.read(folder)
 

@@ -128,9 +128,8 @@ def test_the_last_few_checkpoints_and_the_best_are_kept(
     measured = {step: loss for step, length, loss in evaluations(tmp_path) if length == 16 and step}
     best = min(measured, key=lambda step: measured[step])
     assert best < 21
-    left = [one.step for one in checkpoints.listed(tmp_path / "checkpoints")]
-    assert left == [best, 21, 24]
-    leader = checkpoints.best(checkpoints.listed(tmp_path / "checkpoints"))
+    assert [step for step, _ in checkpoints.folders(tmp_path / "checkpoints")] == [best, 21, 24]
+    leader = checkpoints.best(tmp_path / "checkpoints")
     assert leader is not None
     assert leader.step == best
 
@@ -144,7 +143,7 @@ def test_resume_never_auto_and_from_a_path(corpus: Corpus, make: Make, alone: Wo
     outcome = train(make(), corpus, tmp_path / "second", alone, resume=str(start))
     assert outcome.step == 12
     assert losses(tmp_path / "second") == losses(tmp_path / "whole")[6:]
-    with pytest.raises(FileNotFoundError, match=r"nowhere: expected a checkpoint, got a folder without state.json"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere: expected a checkpoint, got no such folder"):
         train(make(), corpus, tmp_path / "third", alone, resume=str(tmp_path / "nowhere"))
     done = train(make(), corpus, tmp_path / "second", alone)  # nothing is left to do
     assert (done.step, done.finished, done.loss) == (12, True, None)
@@ -228,7 +227,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_last_checkpoint(
     assert all(map(math.isfinite, losses(tmp_path)))
 
 
-@pytest.mark.parametrize("fails", ["weights", "optimizer", "rename"])
+@pytest.mark.parametrize("fails", ["model.safetensors", "optimizer.safetensors", "rename"])
 def test_a_disk_that_is_full_leaves_the_last_checkpoint(
     corpus: Corpus, make: Make, alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
@@ -239,12 +238,14 @@ def test_a_disk_that_is_full_leaves_the_last_checkpoint(
     def refuse(*arguments: Any, **options: Any) -> None:
         raise full
 
-    places = {
-        "weights": (checkpoints, "write"),
-        "optimizer": (checkpoints.state_dict_saver, "save"),
-        "rename": (Path, "rename"),
-    }
-    monkeypatch.setattr(*places[fails], refuse)
+    write = checkpoints.write_tensors
+
+    def refuse_one(path: Path, *arguments: Any) -> None:
+        return refuse() if path.name == fails else write(path, *arguments)
+
+    monkeypatch.setattr(
+        *((Path, "rename", refuse) if fails == "rename" else (checkpoints, "write_tensors", refuse_one))
+    )
     with pytest.raises(OSError, match=r"step-00000006: could not be written, with .* MB free.*No space left on device"):
         train(make(), corpus, tmp_path, alone)
     assert contents(tmp_path / "checkpoints") == before
@@ -273,9 +274,10 @@ def test_a_disk_that_is_really_full_leaves_the_last_checkpoint(corpus: Corpus, t
     assert done.returncode == 1, done.stderr
     (line,) = done.stderr.strip().splitlines()
     assert re.fullmatch(r"lengthen train: error: .*(could not be written, with 0\.\d MB free|No space left).*", line)
-    left = checkpoints.listed(tmp_path / "kept" / "checkpoints")
-    assert left
-    load_model(left[-1].path)
+    left, passed = checkpoints.newest_whole(tmp_path / "kept" / "checkpoints")
+    assert left is not None
+    assert passed == []
+    load_model(left.path)
 
 
 def test_two_runs_do_not_share_a_folder(corpus: Corpus, make: Make, alone: World, tmp_path: Path) -> None:

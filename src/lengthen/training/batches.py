@@ -75,7 +75,7 @@ class Batches:
         """Return an encoder's ids and targets; a row's number says which of its tokens are hidden."""
         assert self.corpus.mask_id is not None
         seeds = [(self.config.train.seed * 1_000_003 + row) % (1 << 63) for row in rows]
-        return hide(ids, self.config.train.mask_share, self.corpus.mask_id, self.config.model.vocab_size, seeds)
+        return hide(ids, self.config.train.mask_share, self.corpus.mask_id, self.config.model.vocabulary, seeds)
 
     def _moved(self, part: Tensor) -> Tensor:
         if self.here.device.type != "cuda":
