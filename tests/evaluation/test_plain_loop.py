@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ class Plain:
 
     def losses(self, ids: Tensor, sees: Sees) -> Tensor:
         """Return the loss of predicting ids[1:] from those before."""
-        w, x = self.w, self.first(ids[:-1])
+        x = self.first(ids[:-1])
         place = torch.arange(len(ids) - 1)
         slopes = torch.tensor([2.0 ** (-8 * (h + 1) / HEADS) for h in range(HEADS)], dtype=torch.float64)
         hidden = ~sees(place[:, None], place[None])
@@ -113,7 +114,7 @@ def test_perplexities_are_those_of_a_plain_loop(trained: Path, corpus: Corpus, n
         windows, sees = list(slid(text, length, 3)), causal
     elif name == "per document":
         ends = tokens.documents.tolist()
-        documents = [text[start:end][:91] for start, end in zip(ends, ends[1:], strict=False)]
+        documents = [text[start:end][:91] for start, end in pairwise(ends)]
         windows, sees = [one for document in documents for one in pieces(document, length)], causal
     else:
         windows, sees = list(pieces(text, length)), blocks if name == "blockwise" else causal
