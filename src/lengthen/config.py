@@ -125,8 +125,12 @@ class ModelConfig:
         from lengthen.positions import build
 
         sizes = {"heads": self.heads, "head_dim": self.head_width, "width": self.width}
-        table = {} if self.longest is None else {"max_length": self.longest}
-        return build(self.positions, **sizes, **{**self.position_options, **table})
+        options = dict(self.position_options)
+        if self.longest is not None:
+            options["max_length"] = self.longest
+        if options.get("scaling") == "yarn":  # which is told what it stretches
+            options.setdefault("original_length", self.train_length)
+        return build(self.positions, **sizes, **options)
 
     def _blueprint(self) -> PositionMethod:
         """Return the position method without memory: to ask it something, with no random number drawn."""

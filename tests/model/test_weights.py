@@ -184,7 +184,9 @@ def test_tensors_that_the_config_does_not_say_are_named(make: Make, tmp_path: Pa
 
     def refused(tensors: dict[str, torch.Tensor], message: str) -> None:
         safetensors.torch.save_file(tensors, path, metadata)
-        with pytest.raises(ValueError, match=rf"a\.safetensors: expected the tensors of its model.*: {message}$"):
+        with pytest.raises(
+            ValueError, match=rf"a\.safetensors: expected the tensors of the model that its config says.*: {message}$"
+        ):
             load(path)
 
     refused({name: one for name, one in whole.items() if name != "norm.weight"}, "norm.weight is missing")

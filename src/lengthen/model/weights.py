@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,19 @@ def described(config: ModelConfig) -> dict[str, str]:
     return {KEY: json.dumps(asdict(config))}
 
 
-def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> Transformer:
-    """Return the model in `path`, a file that `save` wrote or a checkpoint's folder, ready for use (`eval`)."""
+def load(
+    path: str | os.PathLike[str],
+    device: str | torch.device = "cpu",
+    position_options: Mapping[str, Any] | None = None,
+) -> Transformer:
+    """Return the model in `path`, a file that `save` wrote or a checkpoint's folder, ready for use (`eval`).
+
+    `position_options` go over those that the model was trained with, where its weights fit them: rotary's scaling, say.
+    """
     with opened(path, device) as file:
         config = read_config(file)
+        if position_options:
+            config = replace(config, position_options={**config.position_options, **position_options})
         if config.layers > len(file.names):  # before a model is built that is larger than any file
             raise ValueError(
                 f"{file.path}: expected the tensors of {config.layers:,} layers, as its config says, "
@@ -128,8 +137,8 @@ class TensorFile:
                 wrong.append(f"{name}: expected {dtype}, got {self.dtype(name)}")
         if wrong:
             more = f"; and {len(wrong) - LISTED} more" if len(wrong) > LISTED else ""
-            listed = "; ".join(wrong[:LISTED])
-            raise ValueError(f"{self.path}: expected the tensors of its model, got others: {listed}{more}")
+            others = f"got others: {'; '.join(wrong[:LISTED])}{more}"
+            raise ValueError(f"{self.path}: expected the tensors of the model that its config says, {others}")
 
 
 @contextmanager
