@@ -149,7 +149,7 @@ def test_words_come_over_the_file(tmp_path: Path) -> None:
         "--tensorboard",
     ]
     config = verb.parse([str(mine), *words]).resolved()
-    model = ModelConfig(1, 2, 16, 2, 8, "rotary", {"base": 500.0, "factor": 4, "scaling": "linear"})
+    model = ModelConfig(None, 2, 16, 2, 8, "rotary", {"base": 500.0, "factor": 4, "scaling": "linear"})
     assert config.model == model
     assert (config.train.steps, config.train.compile, config.evaluation.lengths) == (3, False, None)
     assert (config.optimizer.lr, config.optimizer.betas, config.log.tensorboard) == (0.5, [0.5, 0.6], True)
