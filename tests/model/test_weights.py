@@ -175,6 +175,19 @@ def test_what_is_written_is_what_safetensors_writes(tmp_path: Path) -> None:
     assert header(tmp_path / "ours")["__metadata__"] == {"a": "b"}
 
 
+def test_a_model_does_not_change_with_its_file(make: Make, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    model = make(dtype=torch.float32)
+    save(model, path)
+    loaded, ids = load(path), torch.randint(19, (2, 30))
+    size = path.stat().st_size
+    with path.open("r+b") as file:  # in place, as nobody should
+        file.write(b"\xff" * size)
+        assert torch.equal(loaded(ids), model(ids))
+        file.truncate(0)
+    assert torch.equal(loaded(ids), model(ids))
+
+
 def test_tensors_that_the_config_does_not_say_are_named(make: Make, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save(make(dtype=torch.float32), path)

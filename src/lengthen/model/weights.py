@@ -117,9 +117,9 @@ class TensorFile:
         return str(self._inner.get_slice(name).get_dtype())
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor."""
+        """Return a tensor, copied: one that is mapped would change, or end the process, if the file did."""
         found: Tensor = self._inner.get_tensor(name)
-        return found
+        return found.clone() if found.device.type == "cpu" else found
 
     def refuse_others(self, expected: Mapping[str, Tensor], dtypes: bool = False, but: str | None = None) -> None:
         """Refuse a file whose tensors have other names or shapes than these, or are no floats (`dtypes`: other floats).
