@@ -25,22 +25,21 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 
 def refuse_what_cannot_fit(config: Config, here: World) -> None:
     """Refuse a model or a batch that needs more memory than the device has, by the key that is to blame."""
-    there = available(here)
-    model, inputs, activations = needed_by_model(config, here), needed_by_inputs(config, here), 0
-    key, what = f"model.{_largest(config.model)}", "weights, gradients and AdamW's state"
-    if model <= there:
-        activations = needed_by_activations(config, here)
-        rows = "train.batch" if config.train.micro_batch is None or inputs > activations else "train.micro_batch"
-        key, what = rows, "with what one pass keeps for its backward pass, they"
-    if model + inputs + activations <= there:
-        return
-    section, _, name = key.partition(".")
-    raise ValueError(
-        f"{key}: expected a run that fits into memory, got {getattr(getattr(config, section), name)!r}: "
-        f"{config.model.parameters:,} parameters and {config.train.batch:,} windows of {config.model.train_length:,} "
-        f"tokens take {_size(model + inputs + activations)} at least ({what}…), and {here.device} has {_size(there)}; "
-        "force=True tries it"
-    )
+    there, model = available(here), needed_by_model(config, here)
+    end = f"and {here.device} has {_size(there)}; force=True tries it"
+    if model > there:
+        key = _largest(config.model)
+        raise ValueError(
+            f"model.{key}: expected a model that fits into memory, got {getattr(config.model, key)!r}: "
+            f"{config.model.parameters:,} parameters, their gradients and AdamW's state take {_size(model)}, {end}"
+        )
+    inputs, activations = needed_by_inputs(config, here), needed_by_activations(config, here)
+    if model + inputs + activations > there:
+        key = "batch" if config.train.micro_batch is None or inputs > activations else "micro_batch"
+        raise ValueError(
+            f"train.{key}: expected a batch that fits into memory, got {getattr(config.train, key)}: a pass takes "
+            f"{_size(inputs + activations)} at least beside the {_size(model)} of the model and AdamW's state, {end}"
+        )
 
 
 def needed_by_model(config: Config, here: World) -> int:
