@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ import pytest
 import torch
 from conftest import Make, make_corpus
 
-from lengthen.data import Corpus
+from lengthen.data import Corpus, prepare
+from lengthen.io import read_toml
 from lengthen.model import load as load_model
-from lengthen.training import Watcher, World, log, train
+from lengthen.training import Config, Outcome, Watcher, World, load, log, loop, train
 from lengthen.training import checkpoint as checkpoints
 from lengthen.training.log import Record
 
@@ -225,6 +227,96 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_last_checkpoint(
     assert not math.isfinite(losses(tmp_path)[-1]) or len(losses(tmp_path)) == 7
     assert train(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=9)), corpus, tmp_path, alone)
     assert all(map(math.isfinite, losses(tmp_path)))
+
+
+def reads_late(monkeypatch: pytest.MonkeyPatch, before: Callable[[Any, int], None]) -> None:
+    """Have losses read a while after their step, as on a GPU; `before` is called with the run before each step."""
+    go, take = loop._Run.go, loop._Run._take
+
+    def later(run: Any) -> Outcome:
+        run.late = True
+        return go(run)
+
+    def taken(run: Any, step: int, work: Any) -> None:
+        before(run, step)
+        take(run, step, work)
+
+    monkeypatch.setattr(loop._Run, "go", later)
+    monkeypatch.setattr(loop._Run, "_take", taken)
+
+
+LATE: dict[str, Any] = {"log__every": 4, "checkpoint__every": 0, "evaluation__every": 0, "train__steps": 20}
+
+
+def test_a_signal_that_is_seen_late_saves_what_was_looked_at(
+    corpus: Corpus, make: Make, alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(make(**LATE), corpus, tmp_path / "whole", alone)
+
+    def ask(run: Any, step: int) -> None:
+        run.stop.asked = run.stop.asked or step == 1
+
+    reads_late(monkeypatch, ask)
+    outcome = train(make(**LATE), corpus, tmp_path / "parts", alone)
+    assert (outcome.step, outcome.finished) == (8, False)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")[:8], "not every step that was saved was read"
+    assert outcome.loss == losses(tmp_path / "whole")[7]
+    monkeypatch.undo()
+    assert train(make(**LATE), corpus, tmp_path / "parts", alone).finished
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_a_signal_saves_no_step_whose_loss_was_not_finite(
+    corpus: Corpus, make: Make, alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask_and_spoil(run: Any, step: int) -> None:
+        run.stop.asked = run.stop.asked or step == 1
+        if step == 5:
+            with torch.no_grad():
+                run.core.norm.weight.fill_(math.nan)
+
+    reads_late(monkeypatch, ask_and_spoil)
+    with pytest.raises(FloatingPointError, match=r"step 6: expected a finite loss and gradient, got loss nan"):
+        train(make(**LATE), corpus, tmp_path, alone)
+    assert not checkpoints.folders(tmp_path / "checkpoints")
+    assert len(losses(tmp_path)) == 6
+
+
+def test_weights_that_are_not_finite_are_not_saved(corpus: Corpus, make: Make, alone: World, tmp_path: Path) -> None:
+    """The loss of a step says nothing of what its update made of the weights."""
+    wild = make(checkpoint__every=1, optimizer__lr=3e38, schedule__warmup=0, train__clip=0.0, evaluation__every=0)
+    with pytest.raises(FloatingPointError, match=r"step 1: expected finite weights, .*; there is no checkpoint"):
+        train(wild, corpus, tmp_path, alone)
+    assert len(losses(tmp_path)) == 1
+
+
+def test_without_a_world_it_is_this_process_alone(corpus: Corpus, tmp_path: Path) -> None:
+    """And a preset needs no vocabulary: it is the corpus'."""
+    small = {"model.layers": 1, "model.width": 16, "model.heads": 2, "model.train_length": 16, "train.batch": 4}
+    config = load("tiny", small | {"train.steps": 20, "evaluation.every": 0, "optimizer.lr": 1e-3})
+    outcome = train(config, corpus, tmp_path)
+    assert (outcome.step, outcome.finished) == (20, True)
+    assert load_model(outcome.checkpoint).config.vocab_size == corpus.vocab_size == 258
+
+
+@pytest.mark.parametrize(("tokenizer", "size"), [("bytes", None), ("bpe", 300)])
+def test_the_config_that_is_recorded_is_what_was_used(
+    make: Make, alone: World, tmp_path: Path, tokenizer: str, size: int | None
+) -> None:
+    (tmp_path / "text.txt").write_text(" ".join(f"the ship, the sea, whale number {number}" for number in range(400)))
+    corpus = prepare(
+        tmp_path / "text.txt", tmp_path / "corpus", tokenizer=tokenizer, vocab_size=size, validation=0, workers=1
+    )
+    config = make(model__vocab_size=None, train__steps=2, evaluation__every=0)
+    said = Said()
+    for steps in (2, 3):
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+        outcome = train(config, corpus, tmp_path / "run", alone, watchers=[said])
+        for path in (tmp_path / "run", outcome.checkpoint):
+            recorded = read_toml(path / "config.toml", Config)
+            assert (recorded.data.tokenizer, recorded.data.vocab_size) == (tokenizer, size)
+            assert recorded.model.vocab_size == corpus.vocab_size
+    assert said.lines == ["changed since step-00000002 was written: train.steps: 2 → 3"]
 
 
 @pytest.mark.parametrize("fails", ["model.safetensors", "optimizer.safetensors", "rename"])

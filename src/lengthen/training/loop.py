@@ -87,8 +87,6 @@ def resolved(config: Config, corpus: Corpus) -> Config:
 
 
 class _Run:
-    late = True  # on a GPU, losses are read a while after their step: so it never runs out of work
-
     def __init__(
         self,
         config: Config,
@@ -103,7 +101,7 @@ class _Run:
     ) -> None:
         self.config, self.corpus, self.out, self.here, self.stop = config, corpus, out, here, stop
         self.folder, self.watchers = out / "checkpoints", watchers
-        self.late = here.device.type != "cpu"
+        self.late = here.device.type != "cpu"  # a GPU's losses are read a while after: so it never runs out of work
         self._refuse_what_does_not_fit()
         self.resumed, passed = chosen(self.folder, resume, here)
         for problem in passed:
