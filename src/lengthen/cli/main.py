@@ -17,7 +17,6 @@ from types import FrameType
 from typing import NoReturn
 
 from lengthen import __version__
-from lengthen.checks import nearest
 
 VERBS = {
     "demo": "train six methods short, test them long, and show it: a few minutes",
@@ -64,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lengthen {__version__}")
         return 0
     if verb not in VERBS:
+        from lengthen.checks import nearest  # here: the less is imported above, the sooner a Ctrl-C is heard
+
         expected = f"expected a verb ({', '.join(VERBS)}), got {verb!r}{nearest(verb, VERBS)}"
         print(f"lengthen: error: {expected}", file=sys.stderr)
         return 2

@@ -55,9 +55,7 @@ class Arguments:
     keys: Annotated[Draft, tyro.conf.FlagConversionOff, tyro.conf.arg(name="")]
     data: Path | None = None  # token shards from `lengthen prepare`; without it, the default corpus
     out: Path | None = None  # the run's folder; none: runs/NAME of the config
-    resume: str = (
-        "auto"  # from the last whole checkpoint in --out; never: refuse if there is one; or step-15, or a path
-    )
+    resume: str = "auto"  # from the last whole checkpoint in --out; never; step-15 in --out; or a checkpoint's path
     init: Path | None = None  # begin with the weights of a checkpoint or a model's file, at step 0
     device: str | None = None  # cpu, cuda or cuda:1; none: cuda where there is one
     tensorboard: bool = False  # the same as --log.tensorboard true
