@@ -98,10 +98,12 @@ def test_an_altered_line_is_refused_by_its_number(tmp_path: Path) -> None:
     for old, new in ((b"0.3000", b"0.3100"), (b"loss", b"lass"), (b'"crc32": "', b'"crc32": "0'), (b", null", b"")):
         assert old in good
         path.write_bytes(good.replace(old, new, 1))
-        with pytest.raises(ValueError, match=r"a\.jsonl, line [13]: expected a line whose crc32 is .* altered"):
+        with pytest.raises(ValueError, match=r"a\.jsonl, line [13]: expected a line whose crc32 is .*: it was altered"):
             list(io.read_lines(path, dict))
     path.write_bytes(b'{"loss": 1}\n')  # written by somebody else
     assert list(io.read_lines(path, dict)) == [{"loss": 1}]
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: expected a line whose crc32 is \w{8}, got None"):
+        list(io.read_lines(path, dict, sealed=True))
 
 
 def test_many_who_write_one_file_at_once_do_not_meet(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
     {"kind": "step", "step": 12, "loss": 2.31, "rate": 0.0006, "norm": 0.8, "tokens": 24576, "seconds": 3.2, …}
     {"kind": "evaluation", "step": 250, "length": 128, "loss": 2.1, "perplexity": 8.2, "tokens": 65536}
 
-Numbers are written so that reading them gives the very same float.
+Numbers are written so that reading them gives the very same float, and each line ends with its crc32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Entry:
 
 def read(path: str | Path) -> Iterator[Record]:
     """Yield the records of a log; a last line that a killed process left torn is not one."""
-    records: Iterator[Record] = io.read_lines(path, dict)
+    records: Iterator[Record] = io.read_lines(path, dict, sealed=True)
     for number, record in enumerate(records, 1):
         io.build(Entry, {key: record[key] for key in ("kind", "step") if key in record}, f"{path}, line {number}")
         yield record
@@ -41,7 +41,7 @@ class Log:
     def __init__(self, path: Path, after: int) -> None:
         """Open the log to go on after this many steps: what is said of later ones will be said again."""
         if path.exists():
-            io.write_lines(path, [record for record in read(path) if record["step"] <= after])
+            io.write_lines(path, [record for record in read(path) if record["step"] <= after] if after >= 0 else [])
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
