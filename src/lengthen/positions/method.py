@@ -110,6 +110,8 @@ class PositionMethod(nn.Module):
 def check_positions(x: Tensor, positions: object, dims: int, last: tuple[str, int]) -> Tensor:
     """Return `positions` if it holds an integer for each place in the second-last dimension of x."""
     name, size = last
+    if not isinstance(x, Tensor) or not x.is_floating_point():  # whole numbers would be rounded after a turn
+        raise TypeError(f"x: expected a floating-point tensor, got {describe(x)}")
     if x.dim() != dims or x.shape[-1] != size:
         raise ValueError(f"x: expected {dims} dimensions, the last of them {name}={size}, got {describe(x)}")
     two = isinstance(positions, Tensor) and positions.dim() == 2
