@@ -107,12 +107,13 @@ class ModelConfig:
         return found
 
     def position_method(self) -> PositionMethod:
-        """Return the position method, new."""
-        from lengthen.positions import build
+        """Return the position method, new; an encoder's tells left from right, unless the options say otherwise."""
+        from lengthen.positions.registry import build, two_sided
 
+        sides = two_sided(self.positions) if self.kind == "encoder" else {}
         sizes = {"heads": self.heads, "head_dim": self.head_width, "width": self.width}
         table = {} if self.longest is None else {"max_length": self.longest}
-        return build(self.positions, **sizes, **{**self.position_options, **table})
+        return build(self.positions, **sizes, **{**sides, **self.position_options, **table})
 
     def _blueprint(self) -> PositionMethod:
         """Return the position method without memory: to ask it something, with no random number drawn."""

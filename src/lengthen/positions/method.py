@@ -12,6 +12,7 @@ layer, so what is learned here is shared by them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -57,6 +58,7 @@ class PositionMethod(nn.Module):
     """
 
     name: ClassVar[str] = "PositionMethod"  # what `build` calls it; a subclass has its class name by default
+    two_sided: ClassVar[Mapping[str, Any]] = {}  # options that tell keys ahead from keys behind: an encoder's defaults
     _here: Tensor
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
