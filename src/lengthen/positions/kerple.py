@@ -4,7 +4,8 @@
     power    −r₁·d^r₂,            r₁ > 0, 0 < r₂ ≤ 2      (r₂ = 1 is ALiBi)
 
 r₁ and r₂ are learned for each head, and held in range by what is stored: ln r₁, ln r₂, and for the power the
-logit of r₂/2. In an encoder keys stand ahead of the query too: `sides` says whether they have an r₁ and r₂ of their own.
+logit of r₂/2. In an encoder keys stand ahead of the query too: `sides` says whether they have an r₁ and r₂ of their
+own.
 """
 
 from __future__ import annotations
