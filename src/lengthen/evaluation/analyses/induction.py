@@ -43,7 +43,7 @@ from lengthen.model import Transformer
 from lengthen.model.loss import linear_cross_entropy
 
 LENGTHS = Lengths(times=2, beside=-1, of_text=False)
-LEAST_SEQUENCES = 8  # for a standard error
+LEAST_SEQUENCES = 4  # for a standard error
 
 
 @dataclass(frozen=True)
