@@ -105,6 +105,12 @@ def test_every_section_is_there_with_n_and_how_it_was_made(report: Report) -> No
     assert captions[0].endswith(made)
 
 
+def test_induction_is_drawn_at_the_length_that_is_read(report: Report) -> None:
+    rows = [row for row in points(report, "induction") if row["label"] == "alibi"]
+    assert [(row["x"], row["repeated"]) for row in rows] == [(64, "32"), (128, "64"), (256, "128")]
+    assert rows[0]["low"] == pytest.approx(rows[0]["y"] - 0.05)
+
+
 def test_it_opens_with_the_answer(report: Report) -> None:
     page = Elements(html(report)).words
     said = {run.label: verdict([curve for curve in report.curves if curve.run is run]) for run in report.runs}

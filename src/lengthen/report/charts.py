@@ -48,12 +48,13 @@ ANALYSED = (
 )
 TITLES = {
     **{"resolution": "resolution", "positions": "loss, nats per token", "recall": "fraction recalled"},
-    **{"induction": "loss the second time less the first, nats per token"},
+    **{"induction": "loss of the copy less that of the first half, nats per token"},
 }
 AXES = {
     **{"length": "length in tokens", "position": "position in the input", "distance": "distance in tokens"},
-    **{"induction": "tokens that are repeated"},
+    **{"induction": "length in tokens, its second half a copy of the first"},
 }
+TWICE = {"induction": 2}  # its lengths are of what is read twice
 METHODS = {  # a known method has the same colour in every report
     **{"alibi": 0, "xpos": 1, "rotary": 2, "sinusoidal": 3, "absolute": 3, "t5": 4, "learned": 5, "kerple": 6},
     **{"sandwich": 7, "none": 8},
@@ -179,7 +180,8 @@ def _analysed(report: Report, tints: dict[str, int], kind: str, x: str, y: str, 
                 continue  # a layer's, or a shorter input's: in the table
             block = bool(one.get("blockwise"))
             label = run.label + f" · blockwise {one.get('block') or ''}".rstrip() * block
-            tip = {name: shown(value) for name, value in one.items() if value is not None and name != "blockwise"}
+            told = {name: value for name, value in one.items() if value is not None and name != "blockwise"}
+            tip = {"repeated" if name == x and kind in TWICE else name: shown(value) for name, value in told.items()}
             value, trials, error = finite(one[y]), one.get("trials") or 0, finite(one.get("standard_error"))
             bar: tuple[float, ...] = ()
             if value is not None and 0 <= value <= 1 and trials > 0:
@@ -187,7 +189,7 @@ def _analysed(report: Report, tints: dict[str, int], kind: str, x: str, y: str, 
                 bar = (max(0.0, value - error), min(1.0, value + error))
             elif value is not None and error is not None:
                 bar = (value - error, value + error)
-            place = one[x] / run.train_length if relative else one[x]
+            place = one[x] / run.train_length if relative else TWICE.get(kind, 1) * one[x]
             found.append(row(label, tints[run.label], "blockwise" if block else "full", place, value, tip, bar))
     return found
 
