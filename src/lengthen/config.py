@@ -107,11 +107,12 @@ class ModelConfig:
         return found
 
     def position_method(self) -> PositionMethod:
-        """Return the position method, new."""
-        from lengthen.positions import build
+        """Return the position method, new; an encoder's tells left from right, unless the options say otherwise."""
+        from lengthen.positions.registry import build, two_sided
 
+        sides = two_sided(self.positions) if self.kind == "encoder" else {}
         sizes = {"heads": self.heads, "head_dim": self.head_width, "width": self.width}
-        options = dict(self.position_options)
+        options = {**sides, **self.position_options}
         if self.longest is not None:
             options["max_length"] = self.longest
         if options.get("scaling") == "yarn":  # which is told what it stretches

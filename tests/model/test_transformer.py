@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lengthen import Bidirectional, Blockwise, Causal, Window, positions
+from lengthen import Bidirectional, Blockwise, Causal, Linear, Window, positions
 from lengthen.attention.masks import Mask
 from lengthen.model import IGNORED, ModelConfig, Transformer
 from lengthen.positions import xpos
@@ -66,6 +66,41 @@ def test_an_encoder_sees_both_sides(make: Make, method: str) -> None:
         changed = ids.clone()
         changed[:, place] = (ids[:, place] + 1) % 19
         assert ((model(changed) - before).abs().amax((0, 2)) > 1e-7).all()
+
+
+def mirrored(model: Transformer, ids: Tensor) -> bool:
+    """Return whether a reversed text gives the reversed output: then nothing tells left from right."""
+    return torch.allclose(model(ids.flip(1)), model(ids).flip(1), rtol=0, atol=1e-9)
+
+
+@every_method
+def test_an_encoder_tells_left_from_right(make: Make, method: str) -> None:
+    model = make(positions=method, kind="encoder")
+    assert mirrored(model, tokens(1, 12)) == (method in ("none", "sandwich"))  # which have no form that does
+    assert model.config.position_options == {}, "a default that is written down twice"
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("alibi", {"sides": "same"}),
+        ("alibi", {"sides": "same", "learned": True}),
+        ("t5", {"bidirectional": False}),
+        ("kerple", {"sides": "same"}),
+        ("kerple", {"sides": "same", "kind": "power"}),
+    ],
+)
+def test_an_encoder_s_method_is_as_it_was_asked_for(make: Make, method: str, options: dict[str, Any]) -> None:
+    assert mirrored(make(positions=method, kind="encoder", position_options=options), tokens(1, 12))
+    others = {key: value for key, value in options.items() if key not in ("sides", "bidirectional")}
+    assert not mirrored(make(positions=method, kind="encoder", position_options=others), tokens(1, 12))
+
+
+def test_composed_methods_of_an_encoder_have_two_sides_each(make: Make) -> None:
+    bias = make(positions="rotary+alibi", kind="encoder").method.bias(3)
+    assert isinstance(bias, Linear)
+    assert bias.ahead is not None
+    assert make(positions="rotary+alibi").method.bias(3).ahead is None  # type: ignore[union-attr]
 
 
 @every_method
