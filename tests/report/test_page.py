@@ -101,8 +101,8 @@ def test_every_section_is_there_with_n_and_how_it_was_made(report: Report) -> No
         )
         assert caption.endswith(f"{made}{', device cpu, precision float32, lengthen 0.1.0' * (kind == 'induction')}.")
     assert captions[5].startswith("n = 40 / 24 / 16 sequences per point. Bars are one standard error.<br>")
-    made = "Made by <code>lengthen eval RUN</code>: checkpoint step-00002000, data 9f86d081884c7d65, device cpu."
-    assert captions[0].endswith(made)
+    made = "Made by <code>lengthen eval RUN</code>: checkpoint step-00002000, data 9f86d081884c7d65, device cpu, "
+    assert captions[0].endswith(made + "precision float32, lengthen 0.1.0.")
 
 
 def test_induction_is_drawn_at_the_length_that_is_read(report: Report) -> None:
@@ -233,7 +233,7 @@ def test_no_number_breaks_the_page(tmp_path_factory: Any, values: dict[str, Any]
         "distance": [{"length": length, "distances": [0], "weight": [[[values["loss"]]]]}],
         "induction": [
             {"length": length, "sequences": 9, "first": 1.0, "second": 2.0, "difference": values["loss"]}
-            | {"standard_error": values["loss_se"], "previous": [values["perplexity"]], "induction": [0.5]}
+            | {"standard_error": values["unigram"], "previous": [values["perplexity"]], "induction": [0.5]}
         ],
         "recall": [{"distance": length, "accuracy": values["loss"], "trials": 3}],
     }
