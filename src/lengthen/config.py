@@ -55,15 +55,17 @@ class ModelConfig:
     biases: bool = True  # of linear layers and of LayerNorm
     tied: bool = True  # the output shares the embedding's weights
     scale_embeddings: bool = True  # by √width, so that they are of a size with sinusoids added to them
-    dropout: float = 0.0  # fraction of features that are zeroed while training
+    dropout: float = 0.0  # fraction of features that are zeroed while training: of embeddings and of each layer's output
+    activation_dropout: float = 0.0  # the same inside feed-forward layers, after the activation
 
     def __post_init__(self) -> None:
         sizes = dict.fromkeys(("vocab_size", "layers", "width", "heads", "train_length"), 1)
         _check("model", self, **sizes, key_heads=1, head_dim=1, feed_forward=1)
         if self.norm_epsilon <= 0:
             raise ValueError(f"model.norm_epsilon: expected more than 0, got {self.norm_epsilon}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"model.dropout: expected a fraction from 0 to below 1, got {self.dropout}")
+        for name in ("dropout", "activation_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"model.{name}: expected a fraction from 0 to below 1, got {getattr(self, name)}")
         if self.head_dim is None and self.width % self.heads:
             raise ValueError(
                 f"model.heads: expected a number that divides width={self.width} (or give head_dim), got {self.heads}"

@@ -220,12 +220,28 @@ def test_checkpointed_activations_change_nothing(make: Make, method: str) -> Non
     assert_same(runs[1], runs[0], rtol=1e-12, atol=1e-12)
 
 
-def test_dropout_is_for_training_alone(make: Make) -> None:
-    model, ids = make(dropout=0.5), tokens(1, 8)
+@pytest.mark.parametrize("key", ["dropout", "activation_dropout"])
+def test_dropout_is_for_training_alone(make: Make, key: str) -> None:
+    model, ids = make(**{key: 0.5}), tokens(1, 8)
     assert not torch.equal(model(ids), model(ids))
     model.eval()
     assert torch.equal(model(ids), model(ids))
-    torch.testing.assert_close(model(ids), make(dropout=0.0)(ids), rtol=0, atol=0)
+    torch.testing.assert_close(model(ids), make()(ids), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "swiglu"])
+def test_activation_dropout_is_after_the_activation(make: Make, activation: str) -> None:
+    layer = make(activation=activation, activation_dropout=0.4).blocks[0].feed_forward
+    seen: list[Tensor] = []
+    hook = layer.down.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    x = torch.randn(3, 50, 24, dtype=torch.float64)
+    layer.train()(x)
+    layer.eval()(x)
+    hook.remove()
+    dropped, whole = seen
+    kept = dropped != 0
+    torch.testing.assert_close(dropped[kept], whole[kept] / 0.6)
+    assert kept[whole != 0].double().mean().item() == pytest.approx(0.6, abs=0.05)
 
 
 @every_method

@@ -65,6 +65,7 @@ class FeedForward(nn.Module):
         gated = config.activation == "swiglu"
         self.up = nn.Linear(config.width, config.hidden_width * (2 if gated else 1), bias=config.biases)
         self.down = nn.Linear(config.hidden_width, config.width, bias=config.biases)
+        self.dropout = nn.Dropout(config.activation_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output for x `[…, width]`."""
@@ -74,7 +75,7 @@ class FeedForward(nn.Module):
             hidden = F.silu(gate) * hidden
         else:
             hidden = F.gelu(hidden, approximate="tanh") if self.activation == "gelu" else F.relu(hidden)
-        return cast(Tensor, self.down(hidden))
+        return cast(Tensor, self.down(self.dropout(hidden)))
 
 
 class Block(nn.Module):
