@@ -54,7 +54,7 @@ class ModelConfig:
     activation: Literal["gelu", "relu", "swiglu"] = "gelu"  # of the feed-forward layers
     biases: bool = True  # of linear layers and of LayerNorm
     tied: bool = True  # the output shares the embedding's weights
-    scale_embeddings: bool = True  # by √width, so that they are of a size with sinusoids added to them
+    scale_embeddings: bool = True  # by √width; false for weights of models without (GPT-2, MPT, Llama)
     dropout: float = (
         0.0  # fraction of features that are zeroed while training: of embeddings and of each layer's output
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from lengthen import Bidirectional, Blockwise, Causal, Window, positions
 from lengthen.attention.masks import Mask
+from lengthen.config import load, presets
 from lengthen.model import IGNORED, ModelConfig, Transformer
 from lengthen.positions import xpos
 
@@ -155,15 +157,31 @@ def test_models_that_differ_in_positions_alone_start_alike(method: str) -> None:
         assert torch.equal(got[name], weight), name
 
 
-def test_weights_start_as_gpt2s() -> None:
-    model = Transformer(ModelConfig(vocab_size=500, layers=8, width=128, heads=4, train_length=40, tied=False))
+def test_how_weights_start() -> None:
+    model = Transformer(ModelConfig(vocab_size=500, layers=8, width=100, heads=4, train_length=40, tied=False))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             into_stream = "attention.out" in name or "feed_forward.down" in name
-            expected = 0.02 / 4 if into_stream else 0.02  # √(2·8) = 4
+            expected = 0.05 / 4 if into_stream else 0.05  # 1/(2·√100), and √(2·8) = 4
             assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
+        elif name == "norm.weight":
+            assert parameter.tolist() == [1.0, -1.0] * 50
         else:
             assert (parameter == (0 if name.endswith("bias") else 1)).all(), name
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_new_model_finds_all_tokens_as_likely(name: str) -> None:
+    """Whether the next token is any or the one just read: with tied weights the latter must be arranged for."""
+    vocabulary = 258 if name in ("tiny", "recall") else 16_384
+    config = load(name, {"model.layers": 1}, vocab_size=vocabulary).model
+    model = Transformer(config).eval()
+    different = torch.randint(vocabulary, (64, 5))
+    repeated = torch.randint(vocabulary, (64, 1)).expand(-1, 5)
+    for ids in (different, repeated):
+        with torch.no_grad():
+            total, _ = model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+        assert total.item() / (64 * 4) == pytest.approx(math.log(vocabulary), abs=0.3)
 
 
 def test_weights_can_be_drawn_again(make: Make) -> None:

@@ -83,7 +83,7 @@ def config_of(method: str, steps: int, seed: int) -> Config:
     """Return the preset `tiny` with this method."""
     from lengthen.training import load
 
-    overrides = {"model.positions": method, "train.steps": steps, "train.seed": seed}
+    overrides = {"model.positions": method, "train.steps": steps, "train.seed": seed, "schedule.warmup": steps // 10}
     return load(
         "tiny", overrides | {"evaluation.every": 0, "checkpoint.every": 0, "checkpoint.keep": 1}, vocab_size=258
     )
