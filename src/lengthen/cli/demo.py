@@ -42,7 +42,7 @@ class Arguments:
     out: Path = Path("demo")  # where everything goes
     methods: list[str] = field(default_factory=lambda: list(METHODS))  # position methods
     steps: int = 120  # of training, for each method
-    tokens: int = 16_384  # scored at each length
+    tokens: int = 65_536  # scored at each length
     seed: int = 0  # of weights and data
     data: Path | None = None  # token shards of your own; none: the default corpus
 
