@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -83,6 +86,43 @@ def test_a_torn_last_line_is_no_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": 1}\n{"a": 2')
     assert list(io.read_lines(path, dict)) == [{"a": 1}]
+
+
+def test_an_altered_line_is_refused_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    records = [{"loss": 0.1 + 0.2, "name": "é"}, {}, {"loss": float("inf"), "deep": {"x": [1, None]}}]
+    io.write_lines(path, records)
+    assert list(io.read_lines(path, dict)) == records
+    good = path.read_bytes()
+    assert [json.loads(line).keys() - {"crc32"} for line in good.splitlines()] == [one.keys() for one in records]
+    for old, new in ((b"0.3000", b"0.3100"), (b"loss", b"lass"), (b'"crc32": "', b'"crc32": "0'), (b", null", b"")):
+        assert old in good
+        path.write_bytes(good.replace(old, new, 1))
+        with pytest.raises(ValueError, match=r"a\.jsonl, line [13]: expected a line whose crc32 is .* altered"):
+            list(io.read_lines(path, dict))
+    path.write_bytes(b'{"loss": 1}\n')  # written by somebody else
+    assert list(io.read_lines(path, dict)) == [{"loss": 1}]
+
+
+def test_many_who_write_one_file_at_once_do_not_meet(tmp_path: Path) -> None:
+    """Threads have one process number, and so have processes in containers."""
+    path = tmp_path / "a.json"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: io.write_json(path, {"number": [number] * 1000}), range(200)))
+    assert len(set(io.read_json(path, dict)["number"])) == 1
+    assert [one.name for one in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_what_killed_processes_left_goes_when_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io, "_swept", set())
+    old, young, other = (tmp_path / f".{name}.partial" for name in ("a.json." + "0" * 16, "b.json." + "1" * 16, "mine"))
+    for path in (old, young, other):
+        path.write_text("half")
+    long_ago = time.time() - 2 * io.LEFT_AFTER
+    for path in (old, other):
+        os.utime(path, (long_ago, long_ago))
+    io.write_text(tmp_path / "a.json", "whole")
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "a.json", young, other])
 
 
 def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 A config is checked where it is made, whether from a file, the command line or Python: types by the annotations, the
 rest by each class. The comment after a field is its help on the command line. A run saves the config that it was
-resolved to; `model.vocab_size` is the one key that comes from the data when it is not given.
+resolved to: `model.vocab_size`, where none was given, and the tokenizer are the data's.
 
 `model.train_length` is the number of tokens that a model is trained on at once. The lengths that it is used at
 afterwards are no property of the model, and are never called by that name.
@@ -23,13 +23,18 @@ from lengthen.checks import nearest
 if TYPE_CHECKING:
     from lengthen.positions.method import PositionMethod
 
+MOST = (1 << 63) - 1  # of any whole number: what torch can count to
+
 
 def _check(section: str, config: Any, **least: float) -> None:
-    """Refuse what is not of its field's type, not finite, or below the least value given here."""
+    """Refuse what is not of its field's type, not finite, beyond torch, or below the least value given here."""
     for name, hint in io.fields(type(config)).items():
         key, value = f"{section}.{name}", io.checked("", f"{section}.{name}", getattr(config, name), hint)
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{key}: expected a finite number, got {value}")
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int) and number > MOST:
+                raise ValueError(f"{key}: expected at most {MOST}, got {number}")
         if name in least and value is not None and value < least[name]:
             raise ValueError(f"{key}: expected at least {least[name]:g}, got {value}")
 
@@ -38,7 +43,7 @@ def _check(section: str, config: Any, **least: float) -> None:
 class ModelConfig:
     """The shape of a transformer."""
 
-    vocab_size: int  # tokens that it knows; 1, for a run: as many as the data has
+    vocab_size: int | None  # tokens that it knows; none, for a run: as many as the data has
     layers: int  # blocks of attention and feed-forward
     width: int  # features of a token between layers
     heads: int  # attention heads of each layer
@@ -83,6 +88,15 @@ class ModelConfig:
             self._blueprint()
         except (TypeError, ValueError) as problem:
             raise type(problem)(f"model.positions = {self.positions!r}: {problem}") from None
+        except RuntimeError as problem:  # of torch, about a tensor with more numbers than it can count
+            raise ValueError(f"model.positions = {self.positions!r}: cannot be built: {problem}") from None
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows, once that is known."""
+        if self.vocab_size is None:
+            raise ValueError("model.vocab_size: expected a number, got none; `train` takes the data's")
+        return self.vocab_size
 
     @property
     def head_width(self) -> int:
@@ -137,10 +151,14 @@ class ModelConfig:
         >>> ModelConfig(vocab_size=258, layers=2, width=64, heads=4, train_length=32, positions="rotary").parameters
         116608
         """
-        learned = sum(parameter.numel() for parameter in self._blueprint().parameters())
         norms = (2 * self.layers + 1) * self.width * (2 if self.norm == "layer" and self.biases else 1)
-        outputs = 0 if self.tied else self.vocab_size * self.width
-        return self.vocab_size * self.width + outputs + self.layers * (self._matrices + self._biases) + norms + learned
+        tables = self.vocabulary * self.width * (1 if self.tied else 2)
+        return tables + self.layers * (self._matrices + self._biases) + norms + self.method_parameters
+
+    @property
+    def method_parameters(self) -> int:
+        """How many numbers the position method learns."""
+        return sum(parameter.numel() for parameter in self._blueprint().parameters())
 
     @property
     def _matrices(self) -> int:
@@ -164,7 +182,7 @@ class ModelConfig:
         """
         seen = (length + 1) / 2 if self.kind == "decoder" else length
         scores = 2 * self.heads * self.head_width * seen
-        return 6 * (self.layers * (self._matrices + scores) + self.vocab_size * self.width)
+        return 6 * (self.layers * (self._matrices + scores) + self.vocabulary * self.width)
 
 
 @dataclass(frozen=True)
@@ -173,8 +191,8 @@ class DataConfig:
 
     order: Literal["pack", "sample"] = "pack"  # every window once per epoch, or windows anywhere, with replacement
     apart: bool = False  # documents in one window do not see each other
-    tokenizer: Literal["bytes", "bpe"] = "bytes"  # of the default corpus
-    vocab_size: int = 4096  # of the default corpus with bpe
+    tokenizer: Literal["bytes", "bpe", "json"] = "bytes"  # of the default corpus; a run records its corpus'
+    vocab_size: int | None = None  # of a BPE, likewise; none: 4096
 
     def __post_init__(self) -> None:
         _check("data", self, vocab_size=1)
@@ -328,9 +346,9 @@ def find(given: str | Path) -> Path:
 
 
 def load(name: str | Path, overrides: Mapping[str, Any] | None = None, vocab_size: int | None = None) -> Config:
-    """Return the config in a file, or of a preset's name; `vocab_size` fills a gap.
+    """Return the config in a file, or of a preset's name; `vocab_size` fills a gap, which `train` does else.
 
-    >>> load("tiny", {"train.steps": 500, "model.positions": "rope"}, vocab_size=258).model.positions
+    >>> load("tiny", {"train.steps": 500, "model.positions": "rope"}).model.positions
     'rotary'
     """
     path = find(name)
@@ -347,7 +365,7 @@ def load(name: str | Path, overrides: Mapping[str, Any] | None = None, vocab_siz
 def from_table(table: Mapping[str, Any], where: str, vocab_size: int | None = None) -> Config:
     """Return the config that a table of tables holds."""
     model = table.get("model", {})
-    if isinstance(model, dict) and vocab_size is not None:
+    if isinstance(model, dict):
         table = {**table, "model": {"vocab_size": vocab_size, **model}}
     return io.build(Config, table, where)
 

@@ -3,7 +3,8 @@
     write_json(path, value)                 the old file stays until the new one is on the disk
     with whole(path) as partial: …          the same for what a library writes
     read_json(path, Index)                  a dataclass, or an error that names the file, the key and what was expected
-    read_lines(path, Record)                JSON lines; a last line that a killed process left torn is not one
+    read_lines(path, Record)                JSON lines; a last line that a killed process left torn is not one, and a
+                                            line that was altered since (its crc32 says so) is refused
     read_toml(path, Config)
 
 A schema is a dataclass: its annotations say what each key may hold, nested ones are tables, and keys with defaults may
@@ -15,11 +16,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import secrets
+import time
 import tomllib
 import types
 import typing
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +34,11 @@ T = TypeVar("T")
 Table = dict[str, Any]
 AnyPath = str | os.PathLike[str]
 
+SUM = "crc32"  # the last key of a line
+PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}\.partial")  # a file while it is written
+LEFT_AFTER = 24 * 3600.0  # seconds after which such a file is one that a killed process left
+_swept: set[Path] = set()  # folders that this process has looked through for those
+
 
 # Writing.
 
@@ -37,9 +47,10 @@ AnyPath = str | os.PathLike[str]
 def whole(path: AnyPath) -> Iterator[Path]:
     """Give the path to write to; it takes its final name, on the disk, once the block ends without an error."""
     target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")  # nobody else's, whatever their number
     try:
         with naming(target):
+            _sweep(target.parent)
             yield partial
             with partial.open("rb") as written:
                 os.fsync(written.fileno())
@@ -47,6 +58,17 @@ def whole(path: AnyPath) -> Iterator[Path]:
             sync_folder(target.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed processes left in a folder, once it is old enough to be nobody's work."""
+    if folder in _swept:
+        return
+    _swept.add(folder)
+    for path in folder.glob(".*.partial"):
+        with suppress(OSError):
+            if PARTIAL.fullmatch(path.name) and time.time() - path.stat().st_mtime > LEFT_AFTER:
+                path.unlink()
 
 
 @contextmanager
@@ -76,9 +98,13 @@ def write_json(path: AnyPath, value: Any) -> None:
     write_text(path, json.dumps(plain(value), indent=1, ensure_ascii=False) + "\n")
 
 
-def line_of(value: Any) -> str:
-    """Return a value, or a dataclass, as one line of JSON lines."""
-    return json.dumps(plain(value), ensure_ascii=False) + "\n"
+def line_of(table: Any) -> str:
+    """Return a table, or a dataclass, as one line of JSON lines, with the crc32 of what it says as its last key."""
+    return json.dumps({**plain(table), SUM: _crc(plain(table))}, ensure_ascii=False) + "\n"
+
+
+def _crc(table: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(table).encode()):08x}"
 
 
 def write_lines(path: AnyPath, values: Iterable[Any]) -> None:
@@ -107,12 +133,17 @@ def sync_folder(folder: AnyPath) -> None:
 
 def read_json(path: AnyPath, kind: type[T]) -> T:
     """Return what a JSON file holds, as a dataclass; `dict` takes any table."""
-    return build(kind, _parsed(path, "JSON", json.loads), str(path))
+    return parse_json(Path(path).read_bytes(), kind, str(path))
+
+
+def parse_json(data: bytes, kind: type[T], where: str, prefix: str = "") -> T:
+    """Return what a text of JSON holds, as a dataclass; `where` is what errors call it."""
+    return build(kind, _decoded(where, data, "JSON", json.loads), where, prefix)
 
 
 def read_toml(path: AnyPath, kind: type[T]) -> T:
     """Return what a TOML file holds, as a dataclass; `dict` takes any table."""
-    return build(kind, _parsed(path, "TOML", tomllib.loads), str(path))
+    return build(kind, _decoded(str(path), Path(path).read_bytes(), "TOML", tomllib.loads), str(path))
 
 
 def read_lines(path: AnyPath, kind: type[T]) -> Iterator[T]:
@@ -122,11 +153,11 @@ def read_lines(path: AnyPath, kind: type[T]) -> Iterator[T]:
             if not line.endswith(b"\n"):
                 return
             where = f"{path}, line {number}"
-            yield build(kind, _decoded(where, line, "JSON", json.loads), where)
-
-
-def _parsed(path: AnyPath, language: str, parse: Callable[[str], Any]) -> Any:
-    return _decoded(str(path), Path(path).read_bytes(), language, parse)
+            table = _decoded(where, line, "JSON", json.loads)
+            said = table.pop(SUM, None) if isinstance(table, dict) else None
+            if said is not None and said != _crc(table):
+                raise ValueError(f"{where}: expected a line whose {SUM} is {said}, got another: the line was altered")
+            yield build(kind, table, where)
 
 
 def _decoded(where: str, data: bytes, language: str, parse: Callable[[str], Any]) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lengthen.cli import train
 from lengthen.cli.main import MODULES, VERBS, main
@@ -158,6 +159,114 @@ def test_stopped_by_hand(instead: Callable[[Any], Seen], capsys: Capture) -> Non
     instead(KeyboardInterrupt())
     assert main(["train", "tiny"]) == 130
     assert capsys.readouterr().err == "\nlengthen: stopped\n"
+
+
+@pytest.mark.parametrize("module", ["tyro", "numpy", "torch", "lengthen.training.loop"])
+def test_stopped_while_something_is_imported(module: str, tmp_path: Path) -> None:
+    """Whoever swallows the interrupt, as packages do that try an import and go on without."""
+    code = f"""
+import builtins, os, signal, sys
+from lengthen.cli.main import main
+inner = builtins.__import__
+def imports(name, *more):
+    if name == {module!r}:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except BaseException:
+            pass
+    return inner(name, *more)
+builtins.__import__ = imports
+sys.exit(main(["eval", {str(tmp_path)!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nlengthen: stopped\n")
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has more to say"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"
+        ),
+        MemoryError(),
+        MemoryError("Unable to allocate 7 TiB for an array"),
+    ],
+    ids=repr,
+)
+def test_too_little_memory_is_one_line(problem: Exception, instead: Callable[[Any], Seen], capsys: Capture) -> None:
+    instead(problem)
+    assert main(["train", "tiny"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"lengthen train: error: out of memory: {str(problem).partition(chr(10))[0]}")
+    assert said.count("\n") == 1
+
+
+def test_another_error_of_torch_is_not_dressed_up(instead: Callable[[Any], Seen]) -> None:
+    instead(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    with pytest.raises(RuntimeError, match="mat1"):
+        main(["train", "tiny"])
+
+
+def test_a_real_lack_of_memory_is_one_line(data: str, tmp_path: Path, capsys: Capture) -> None:
+    """Torch's own allocator refuses, with --force, what was refused before it was asked without."""
+    words = [
+        "train",
+        "tiny",
+        "--data",
+        data,
+        "--out",
+        str(tmp_path / "run"),
+        "--device",
+        "cpu",
+        "--evaluation.every",
+        "0",
+    ]
+    words += ["--model.vocab_size", "100000000000"]
+    assert main(words) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "lengthen train: error: --model.vocab_size: expected a model that fits into memory, got 1000"
+    )
+    assert said.endswith("; --force tries it\n")
+    assert main([*words, "--force"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("lengthen train: error: out of memory: ")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ({}, "PASSIVE"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
+        ({"GOMP_SPINCOUNT": "100"}, None),
+        ({"KMP_BLOCKTIME": "0"}, None),
+    ],
+)
+def test_idle_threads_sleep_unless_the_user_says_otherwise(
+    given: dict[str, str], left: str | None, instead: Callable[[Any], Seen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    instead(0)
+    main(["train", "tiny"])
+    assert os.environ.get("OMP_WAIT_POLICY") == left
+
+
+def test_they_are_told_before_torch_is_there() -> None:
+    code = """
+import os, sys
+from lengthen.cli import main as program
+program._run = lambda verb, words: print("torch" in sys.modules, os.environ["OMP_WAIT_POLICY"]) or 0
+program.main(["train"])
+"""
+    kept = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=kept)
+    assert done.stdout == "False PASSIVE\n"
 
 
 def test_the_verbs_status_is_the_programs(instead: Callable[[Any], Seen]) -> None:

@@ -149,7 +149,7 @@ def test_words_come_over_the_file(tmp_path: Path) -> None:
         "--tensorboard",
     ]
     config = verb.parse([str(mine), *words]).resolved()
-    model = ModelConfig(1, 2, 16, 2, 8, "rotary", {"base": 500.0, "factor": 4, "scaling": "linear"})
+    model = ModelConfig(None, 2, 16, 2, 8, "rotary", {"base": 500.0, "factor": 4, "scaling": "linear"})
     assert config.model == model
     assert (config.train.steps, config.train.compile, config.evaluation.lengths) == (3, False, None)
     assert (config.optimizer.lr, config.optimizer.betas, config.log.tensorboard) == (0.5, [0.5, 0.6], True)
@@ -211,12 +211,37 @@ def test_what_is_wrong_is_said(data: str, tmp_path: Path, capsys: Capture, monke
         ("[model]\nwidth = '2'\n", "model.width: expected a whole number, got '2' (str)"),
         ("model = 3\n", "model: expected a table, got 3 (int)"),
         ("[train]\nsteps = 0\n", "train.steps: expected at least 1, got 0"),
+        (f"[train]\nseed = {2**64 - 1}\n", f"train.seed: expected at most {2**63 - 1}, got {2**64 - 1}"),
         ("[trian]\nsteps = 1\n", "unknown key 'trian'; did you mean 'train'?"),
     ],
 )
 def test_a_wrong_file_is_named(text: str, problem: str, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "f.toml").write_text(text)
     assert refused([str(tmp_path / "f.toml")], capsys) == f"{tmp_path / 'f.toml'}: {problem}"
+
+
+def test_resumed_by_its_step_and_begun_with_its_weights(data: str, tmp_path: Path, capsys: Capture) -> None:
+    out, new = tmp_path / "run", tmp_path / "new"
+    words = ["tiny", "--data", data, *TINY, "--train.steps", "6", "--checkpoint.keep", "9"]
+    assert main(["train", *words, "--out", str(out)]) == 0
+    first = (out / "metrics.jsonl").read_text()
+    assert main(["train", *words, "--out", str(out), "--resume", "step-4"]) == 0
+    assert f"a checkpoint of a later step is now {out}/checkpoints/aside-1-step-00000006\n" in capsys.readouterr().out
+    assert [record["loss"] for record in records(out)] == [json.loads(line)["loss"] for line in first.splitlines()]
+    weights = out / "checkpoints" / "step-00000004" / "model.safetensors"
+    more = ["--model.positions", "t5", "--model.train_length", "8", "--evaluation.lengths", "none"]
+    assert main(["train", *words, *more, "--out", str(new), "--init", str(weights)]) == 0
+    said = capsys.readouterr().out
+    for line in (
+        "--init: model.train_length: 16 → 8\n",
+        "--init: model.positions: 'alibi' → 't5'\n",
+        "--init: method.weight of t5: initialised, as ",
+    ):
+        assert line in said
+    state = json.loads((new / "checkpoints" / "step-00000006" / "state.json").read_text())
+    assert state["init"]["path"] == str(weights)
+    assert (new / "checkpoints" / "step-00000006" / "SHA256SUMS").is_file()
+    assert "--init: " in refused([*words, "--out", str(out), "--init", str(weights)], capsys)
 
 
 def test_a_corpus_without_a_validation_split(tmp_path: Path, capsys: Capture) -> None:

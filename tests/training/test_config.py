@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -170,8 +172,38 @@ def test_overrides_of_every_type() -> None:
 def test_the_vocabulary_fills_a_gap_and_no_more() -> None:
     assert load("tiny", vocab_size=300).model.vocab_size == 300
     assert load("tiny", {"model.vocab_size": 512}, vocab_size=300).model.vocab_size == 512
-    with pytest.raises(ValueError, match=r"tiny\.toml: model.vocab_size: expected a value, got none"):
-        load("tiny")
+    assert load("tiny").model.vocab_size is None, "it will be the data's"
+    with pytest.raises(ValueError, match=r"model.vocab_size: expected a number, got none; `train` takes the data's"):
+        assert load("tiny").model.parameters
+
+
+def test_numbers_beyond_torch_are_refused() -> None:
+    for key, value in (("train.seed", 2**64 - 1), ("train.batch", 10**400), ("evaluation.lengths", [64, 2**63])):
+        section, name = key.split(".")
+        with pytest.raises(ValueError, match=rf"^f.toml: {key}: expected at most 9223372036854775807, got \d+"):
+            from_table({"model": MODEL, section: {name: value}}, "f.toml")
+    assert load("tiny", {"train.seed": 2**63 - 1}).train.seed == 2**63 - 1
+
+
+@pytest.mark.parametrize("method", positions.names())
+def test_a_model_without_bounds_is_described_or_refused_at_once(method: str) -> None:
+    """Nothing is allocated, and no loop goes over its layers or heads."""
+    for sizes in (
+        {"layers": 10**12},
+        {"heads": 10**12, "head_dim": 2},
+        {"width": 10**18, "heads": 1},
+        {"vocab_size": 10**18},
+        {"train_length": 10**18},
+        {"feed_forward": 10**18},
+    ):
+        began = time.perf_counter()
+        try:
+            config = from_table({"model": MODEL | {"positions": method} | sizes}, "f.toml")
+        except ValueError as problem:
+            assert re.match(rf"f\.toml: model\.positions = '{method}': ", str(problem))  # noqa: PT017
+        else:
+            assert config.model.parameters > 0
+        assert time.perf_counter() - began < 5
 
 
 def test_where_a_config_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +246,7 @@ def test_differences_name_every_key() -> None:
 
 WRONG: list[tuple[str, Any, str]] = [
     ("data.order", "shuffle", "expected 'pack' or 'sample', got 'shuffle'"),
-    ("data.tokenizer", "words", "expected 'bytes' or 'bpe', got 'words'"),
+    ("data.tokenizer", "words", "expected 'bytes' or 'bpe' or 'json', got 'words'"),
     ("train.steps", 0, "expected at least 1, got 0"),
     ("train.batch", 0, "expected at least 1, got 0"),
     ("train.micro_batch", 0, "expected at least 1, got 0"),

@@ -55,10 +55,11 @@ def test_killed_over_twenty_times_it_takes_the_same_steps_bit_for_bit(
     expected = told(tmp_path / "whole")
     assert [record["step"] for record in expected if record["kind"] == "step"] == [*range(1, STEPS + 1)]
     assert told(tmp_path / "killed") == expected
-    left = checkpoints.listed(tmp_path / "killed" / "checkpoints")
+    left = checkpoints.folders(tmp_path / "killed" / "checkpoints")
     assert len(left) in (2, 3)
-    for one in left:  # the same bytes as without a kill
-        for file in ("model.safetensors", "state.json"):
-            twin = tmp_path / "whole" / "checkpoints" / one.path.name / file
-            assert (one.path / file).read_bytes() == twin.read_bytes()
+    for _, path in left:  # the same bytes as without a kill
+        checkpoints.open_checkpoint(path).verify_all()
+        for file in ("model.safetensors", "optimizer.safetensors", "state.json"):
+            twin = tmp_path / "whole" / "checkpoints" / path.name / file
+            assert (path / file).read_bytes() == twin.read_bytes()
     assert not [*(tmp_path / "killed" / "checkpoints").glob(".*")]

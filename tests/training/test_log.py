@@ -74,6 +74,24 @@ def test_starting_anew_drops_everything(tmp_path: Path) -> None:
 def test_a_line_torn_in_the_middle_is_an_error(tmp_path: Path) -> None:
     """That is no killed process: somebody wrote into the file."""
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
-    with pytest.raises(ValueError, match="line 1 column"):
+    path.write_text('{"kind": "step", "step": 1}\n{"ste\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: expected JSON"):
         list(read(path))
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"kind": "step", "loss": 2.0}', "step: expected a value, got none"),
+        ('{"kind": "step", "step": "3"}', "step: expected a whole number, got '3'"),
+        ('{"step": 3}', "kind: expected a value, got none"),
+        ("[1, 2]", "the file: expected a table"),
+        ('{"kind": "step", "step": 3, "crc32": "00000000"}', "expected a line whose crc32 is 00000000"),
+    ],
+)
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str, problem: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, [step(1)])
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises((TypeError, ValueError), match=rf"metrics\.jsonl, line 2: {problem}"):
+        Log(path, after=5)

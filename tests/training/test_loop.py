@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ import pytest
 import torch
 from conftest import Make, make_corpus
 
-from lengthen.data import Corpus
+from lengthen.data import Corpus, prepare
+from lengthen.io import read_toml
 from lengthen.model import load as load_model
-from lengthen.training import Watcher, World, log, train
+from lengthen.training import Config, Outcome, Watcher, World, load, log, loop, train
 from lengthen.training import checkpoint as checkpoints
 from lengthen.training.log import Record
 
@@ -128,9 +130,8 @@ def test_the_last_few_checkpoints_and_the_best_are_kept(
     measured = {step: loss for step, length, loss in evaluations(tmp_path) if length == 16 and step}
     best = min(measured, key=lambda step: measured[step])
     assert best < 21
-    left = [one.step for one in checkpoints.listed(tmp_path / "checkpoints")]
-    assert left == [best, 21, 24]
-    leader = checkpoints.best(checkpoints.listed(tmp_path / "checkpoints"))
+    assert [step for step, _ in checkpoints.folders(tmp_path / "checkpoints")] == [best, 21, 24]
+    leader = checkpoints.best(tmp_path / "checkpoints")
     assert leader is not None
     assert leader.step == best
 
@@ -144,7 +145,7 @@ def test_resume_never_auto_and_from_a_path(corpus: Corpus, make: Make, alone: Wo
     outcome = train(make(), corpus, tmp_path / "second", alone, resume=str(start))
     assert outcome.step == 12
     assert losses(tmp_path / "second") == losses(tmp_path / "whole")[6:]
-    with pytest.raises(FileNotFoundError, match=r"nowhere: expected a checkpoint, got a folder without state.json"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere: expected a checkpoint, got no such folder"):
         train(make(), corpus, tmp_path / "third", alone, resume=str(tmp_path / "nowhere"))
     done = train(make(), corpus, tmp_path / "second", alone)  # nothing is left to do
     assert (done.step, done.finished, done.loss) == (12, True, None)
@@ -228,7 +229,97 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_last_checkpoint(
     assert all(map(math.isfinite, losses(tmp_path)))
 
 
-@pytest.mark.parametrize("fails", ["weights", "optimizer", "rename"])
+def reads_late(monkeypatch: pytest.MonkeyPatch, before: Callable[[Any, int], None]) -> None:
+    """Have losses read a while after their step, as on a GPU; `before` is called with the run before each step."""
+    go, take = loop._Run.go, loop._Run._take
+
+    def later(run: Any) -> Outcome:
+        run.late = True
+        return go(run)
+
+    def taken(run: Any, step: int, work: Any) -> None:
+        before(run, step)
+        take(run, step, work)
+
+    monkeypatch.setattr(loop._Run, "go", later)
+    monkeypatch.setattr(loop._Run, "_take", taken)
+
+
+LATE: dict[str, Any] = {"log__every": 4, "checkpoint__every": 0, "evaluation__every": 0, "train__steps": 20}
+
+
+def test_a_signal_that_is_seen_late_saves_what_was_looked_at(
+    corpus: Corpus, make: Make, alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(make(**LATE), corpus, tmp_path / "whole", alone)
+
+    def ask(run: Any, step: int) -> None:
+        run.stop.asked = run.stop.asked or step == 1
+
+    reads_late(monkeypatch, ask)
+    outcome = train(make(**LATE), corpus, tmp_path / "parts", alone)
+    assert (outcome.step, outcome.finished) == (8, False)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")[:8], "not every step that was saved was read"
+    assert outcome.loss == losses(tmp_path / "whole")[7]
+    monkeypatch.undo()
+    assert train(make(**LATE), corpus, tmp_path / "parts", alone).finished
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_a_signal_saves_no_step_whose_loss_was_not_finite(
+    corpus: Corpus, make: Make, alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask_and_spoil(run: Any, step: int) -> None:
+        run.stop.asked = run.stop.asked or step == 1
+        if step == 5:
+            with torch.no_grad():
+                run.core.norm.weight.fill_(math.nan)
+
+    reads_late(monkeypatch, ask_and_spoil)
+    with pytest.raises(FloatingPointError, match=r"step 6: expected a finite loss and gradient, got loss nan"):
+        train(make(**LATE), corpus, tmp_path, alone)
+    assert not checkpoints.folders(tmp_path / "checkpoints")
+    assert len(losses(tmp_path)) == 6
+
+
+def test_weights_that_are_not_finite_are_not_saved(corpus: Corpus, make: Make, alone: World, tmp_path: Path) -> None:
+    """The loss of a step says nothing of what its update made of the weights."""
+    wild = make(checkpoint__every=1, optimizer__lr=3e38, schedule__warmup=0, train__clip=0.0, evaluation__every=0)
+    with pytest.raises(FloatingPointError, match=r"step 1: expected finite weights, .*; there is no checkpoint"):
+        train(wild, corpus, tmp_path, alone)
+    assert len(losses(tmp_path)) == 1
+
+
+def test_without_a_world_it_is_this_process_alone(corpus: Corpus, tmp_path: Path) -> None:
+    """And a preset needs no vocabulary: it is the corpus'."""
+    small = {"model.layers": 1, "model.width": 16, "model.heads": 2, "model.train_length": 16, "train.batch": 4}
+    config = load("tiny", small | {"train.steps": 20, "evaluation.every": 0, "optimizer.lr": 1e-3})
+    outcome = train(config, corpus, tmp_path)
+    assert (outcome.step, outcome.finished) == (20, True)
+    assert load_model(outcome.checkpoint).config.vocab_size == corpus.vocab_size == 258
+
+
+@pytest.mark.parametrize(("tokenizer", "size"), [("bytes", None), ("bpe", 300)])
+def test_the_config_that_is_recorded_is_what_was_used(
+    make: Make, alone: World, tmp_path: Path, tokenizer: str, size: int | None
+) -> None:
+    (tmp_path / "text.txt").write_text(" ".join(f"the ship, the sea, whale number {number}" for number in range(400)))
+    corpus = prepare(
+        tmp_path / "text.txt", tmp_path / "corpus", tokenizer=tokenizer, vocab_size=size, validation=0, workers=1
+    )
+    config = make(model__vocab_size=None, train__steps=2, evaluation__every=0)
+    said = Said()
+    for steps in (2, 3):
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+        outcome = train(config, corpus, tmp_path / "run", alone, watchers=[said])
+        for path in (tmp_path / "run", outcome.checkpoint):
+            recorded = read_toml(path / "config.toml", Config)
+            assert (recorded.data.tokenizer, recorded.data.vocab_size) == (tokenizer, size)
+            assert recorded.model.vocab_size == corpus.vocab_size
+    assert said.lines == ["changed since step-00000002 was written: train.steps: 2 → 3"]
+
+
+@pytest.mark.parametrize("fails", ["model.safetensors", "optimizer.safetensors", "rename"])
 def test_a_disk_that_is_full_leaves_the_last_checkpoint(
     corpus: Corpus, make: Make, alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
@@ -239,12 +330,14 @@ def test_a_disk_that_is_full_leaves_the_last_checkpoint(
     def refuse(*arguments: Any, **options: Any) -> None:
         raise full
 
-    places = {
-        "weights": (checkpoints, "write"),
-        "optimizer": (checkpoints.state_dict_saver, "save"),
-        "rename": (Path, "rename"),
-    }
-    monkeypatch.setattr(*places[fails], refuse)
+    write = checkpoints.write_tensors
+
+    def refuse_one(path: Path, *arguments: Any) -> None:
+        return refuse() if path.name == fails else write(path, *arguments)
+
+    monkeypatch.setattr(
+        *((Path, "rename", refuse) if fails == "rename" else (checkpoints, "write_tensors", refuse_one))
+    )
     with pytest.raises(OSError, match=r"step-00000006: could not be written, with .* MB free.*No space left on device"):
         train(make(), corpus, tmp_path, alone)
     assert contents(tmp_path / "checkpoints") == before
@@ -273,9 +366,10 @@ def test_a_disk_that_is_really_full_leaves_the_last_checkpoint(corpus: Corpus, t
     assert done.returncode == 1, done.stderr
     (line,) = done.stderr.strip().splitlines()
     assert re.fullmatch(r"lengthen train: error: .*(could not be written, with 0\.\d MB free|No space left).*", line)
-    left = checkpoints.listed(tmp_path / "kept" / "checkpoints")
-    assert left
-    load_model(left[-1].path)
+    left, passed = checkpoints.newest_whole(tmp_path / "kept" / "checkpoints")
+    assert left is not None
+    assert passed == []
+    load_model(left.path)
 
 
 def test_two_runs_do_not_share_a_folder(corpus: Corpus, make: Make, alone: World, tmp_path: Path) -> None:

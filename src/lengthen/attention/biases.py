@@ -22,6 +22,8 @@ from torch import Tensor
 from lengthen.attention.checks import can_look, index_tensor, wide_tensor
 from lengthen.checks import describe, number, whole_number
 
+MOST_HEADS = 1 << 16  # that there are slopes for
+
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
     """Return ALiBi's slopes for `heads` heads, steepest first, as float32 (Press et al., 2022).
@@ -30,6 +32,8 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor
     of two c below it, then every second slope of 2c, from the first, until there are enough.
     """
     whole_number("heads", heads, at_least=1)
+    if heads > MOST_HEADS:
+        raise ValueError(f"heads: expected at most {MOST_HEADS}, got {heads}")
     below = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * h / below) for h in range(1, below + 1)]
     slopes += [2.0 ** (-8.0 * h / (2 * below)) for h in range(1, 2 * (heads - below), 2)]

@@ -11,10 +11,12 @@ from lengthen.data import Corpus, prepare
 from lengthen.evaluation import Subject
 from lengthen.io import read_toml
 
+VOCABULARY = 4096  # of the default corpus with a BPE
+
 
 def default_folder(data: DataConfig) -> Path:
     """Return where the default corpus of a tokenizer lies: one a version of Python, whose source it is."""
-    name = "bytes" if data.tokenizer == "bytes" else f"bpe-{data.vocab_size}"
+    name = "bytes" if data.tokenizer == "bytes" else f"bpe-{data.vocab_size or VOCABULARY}"
     return Path("data") / f"python-{sys.version_info.major}.{sys.version_info.minor}-{name}"
 
 
@@ -22,10 +24,12 @@ def open_corpus(directory: Path | None, data: DataConfig) -> Corpus:
     """Return the corpus in a folder; without one, that of Python's standard library, with the config's tokenizer."""
     if directory is not None:
         return Corpus.open(directory)
+    if data.tokenizer == "json":
+        raise ValueError("data.tokenizer: expected 'bytes' or 'bpe' for the default corpus, got 'json'; give --data")
     folder = default_folder(data)
     if not (folder / "index.json").exists():
         print(f"preparing the default corpus, the source of Python's standard library, into {folder}")
-        size = None if data.tokenizer == "bytes" else data.vocab_size
+        size = None if data.tokenizer == "bytes" else data.vocab_size or VOCABULARY
         with show_progress() as progress:
             prepare(None, folder, tokenizer=data.tokenizer, vocab_size=size, progress=progress)
     return Corpus.open(folder)
@@ -36,13 +40,13 @@ def corpus_of(subject: Subject, directory: Path | None) -> Corpus:
     if directory is not None:
         return Corpus.open(directory)
     path, state = subject.checkpoint.path, subject.checkpoint.state
-    trained = state.get("folder")
+    trained = state.folder
     if trained is not None and not Path(trained).is_dir():
         raise FileNotFoundError(f"--data: {path} was trained on {trained}, which is not there any more; name a corpus")
     corpus = open_corpus(None if trained is None else Path(trained), read_toml(path / "config.toml", Config).data)
-    if corpus.fingerprint != state["data"]:
+    if corpus.fingerprint != state.data:
         raise ValueError(
-            f"--data: {path} was trained on a corpus with the fingerprint {state['data']}, and {corpus.directory} has "
+            f"--data: {path} was trained on a corpus with the fingerprint {state.data}, and {corpus.directory} has "
             f"{corpus.fingerprint}; name the corpus to read"
         )
     return corpus

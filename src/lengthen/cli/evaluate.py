@@ -142,7 +142,7 @@ def describe(subject: Subject, results: list[Result], corpus: Corpus) -> str:
 
     config, first = subject.model.config, results[0]
     changed = ", ".join(f"{name} {value}" for name, value in config.position_options.items())
-    another = "" if corpus.fingerprint == subject.checkpoint.state["data"] else ", which is not what it was trained on"
+    another = "" if corpus.fingerprint == subject.checkpoint.state.data else ", which is not what it was trained on"
     head = (
         f"\n{subject.checkpoint.path}: {config.positions}{f' ({changed})' if changed else ''}, trained at "
         f"{config.train_length:,}; read in {first.precision} on {first.device}\n"

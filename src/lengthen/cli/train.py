@@ -3,6 +3,7 @@
   lengthen train tiny                                       # the default corpus: Python's own standard library
   lengthen train configs/small.toml --data data/books --out runs/books
   lengthen train tiny --model.positions rotary --train.steps 500 --out runs/rotary
+  lengthen train tiny --init runs/tiny/checkpoints/step-00002000 --model.train_length 256 --out runs/longer
   torchrun --nproc-per-node 8 -m lengthen train configs/xl.toml --data data/books
 
 Any key of the file can be given as --section.key VALUE; --model.position_options.NAME VALUE is an option of the
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
     from lengthen.training import Watcher, World
 
 OPTIONS = "--model.position_options."  # of whatever name: what a method takes, the method checks
-SWITCHES = ("--help", "--plain", "--tensorboard")  # the flags without a value
-UNKNOWN = 1  # a vocabulary that no data has: to be replaced by the data's
+SWITCHES = ("--help", "--plain", "--tensorboard", "--force")  # the flags without a value
 
 
 class DraftModel(configs.ModelConfig):
@@ -55,13 +55,15 @@ class Arguments:
     keys: Annotated[Draft, tyro.conf.FlagConversionOff, tyro.conf.arg(name="")]
     data: Path | None = None  # token shards from `lengthen prepare`; without it, the default corpus
     out: Path | None = None  # the run's folder; none: runs/NAME of the config
-    resume: str = "auto"  # from the last checkpoint in --out; never: refuse if there is one; or a checkpoint's path
+    resume: str = "auto"  # from the last whole checkpoint in --out; never; step-15 in --out; or a checkpoint's path
+    init: Path | None = None  # begin with the weights of a checkpoint or a model's file, at step 0
     device: str | None = None  # cpu, cuda or cuda:1; none: cuda where there is one
     tensorboard: bool = False  # the same as --log.tensorboard true
     plain: bool = False  # plain lines, even on a terminal
+    force: bool = False  # try what seems to need more memory than there is
 
     def resolved(self) -> configs.Config:
-        """Return the config, checked; its vocabulary may still be UNKNOWN."""
+        """Return the config, checked."""
         config = configs.Config(**vars(self.keys) | {"model": configs.ModelConfig(**vars(self.keys.model))})
         return replace(config, log=replace(config.log, tensorboard=True)) if self.tensorboard else config
 
@@ -100,7 +102,7 @@ def _draft(path: Path | None, options: dict[str, Any]) -> Draft:
     sizes = dict.fromkeys(("layers", "width", "heads", "train_length"), 1)
     given = table.get("model", {})
     if isinstance(given, dict):
-        table["model"] = {"vocab_size": UNKNOWN} | sizes | given
+        table["model"] = {"vocab_size": None} | sizes | given
     draft = io.build(Draft, table, str(path))
     vars(draft.model).update((name, tyro.MISSING) for name in sizes if name not in given)
     draft.model.position_options.update(options)
@@ -115,9 +117,9 @@ def run(arguments: Arguments) -> int:
     out = arguments.out or Path("runs") / Path(arguments.config).stem
     with world(arguments.device) as here:
         corpus = _corpus(arguments.data, config.data, here)
-        if config.model.vocab_size == UNKNOWN:
-            config = replace(config, model=replace(config.model, vocab_size=corpus.vocab_size))
-        outcome = train(config, corpus, out, here, arguments.resume, [_watcher(arguments.plain)] if here.first else [])
+        watchers = [_watcher(arguments.plain)] if here.first else []
+        more: dict[str, Any] = {"init": arguments.init, "force": arguments.force}
+        outcome = train(config, corpus, out, here, arguments.resume, watchers, **more)
     if not outcome.finished:
         return 130
     if here.first:
@@ -129,17 +131,8 @@ def _corpus(directory: Path | None, data: configs.DataConfig, here: World) -> Co
     """Return the corpus; the default one is prepared by the first process, and the others wait for it."""
     from lengthen.cli.corpus import open_corpus
 
-    problem: Exception | None = None
-    if here.first:
-        try:
-            return open_corpus(directory, data)
-        except Exception as found:
-            problem = found
-            raise
-        finally:
-            here.agree(problem)
-    here.agree(None)
-    return open_corpus(directory, data)
+    first = here.all_or_none(lambda: open_corpus(directory, data) if here.first else None)
+    return here.all_or_none(lambda: first or open_corpus(directory, data))
 
 
 def _watcher(plain: bool) -> Watcher:

@@ -50,7 +50,7 @@ from lengthen.data.tokenizer import Tokenizer, train
 from lengthen.io import build, read_lines, sync_folder, write_json, write_lines
 
 SAMPLE_BYTES = 64 << 20  # what a BPE is trained on; more changes little but the time
-OWN_NAMES = re.compile(r".+\.[0-9a-f]{12}\.(bin|json|jsonl)|\.index\.json\.\d+\.partial")
+OWN_NAMES = re.compile(r".+\.[0-9a-f]{12}\.(bin|json|jsonl)|\.index\.json\.[0-9a-f]{16}\.partial")
 
 
 def prepare(

@@ -185,7 +185,8 @@ def measure(
         tell(tally.read, total)
         if partial is not None and now - saved > SAVE_SECONDS:
             saved = now
-            io.write_json(partial, {"name": name, **{key: _plain(value) for key, value in asdict(tally).items()}})
+            kept = {"name": name, **{key: _plain(value) for key, value in asdict(tally).items()}}
+            io.write_lines(partial, [kept])  # a line has its checksum
     tally.peak = peak.bytes()
     if partial is not None:
         partial.unlink(missing_ok=True)
@@ -231,7 +232,7 @@ def _plain(value: Any) -> Any:
 def _begun(path: Path | None, name: object, documents: int) -> Tally:
     """Return the tally that an earlier call left under this name, of a text with as many documents; or a new one."""
     try:
-        kept = None if path is None else io.read_json(path, _Kept)
+        kept = None if path is None else next(io.read_lines(path, _Kept), None)
     except (FileNotFoundError, TypeError, ValueError):
         kept = None
     if kept is None or kept.name != name or (len(kept.losses), len(kept.segment_losses)) != (documents, SEGMENTS):

@@ -114,10 +114,10 @@ def accuracy(model: Transformer, distance: int, trials: int = 256, seed: int = 0
     `seed` and `distance` choose the questions; `mask` is what the model reads with, as `Transformer.forward` has it.
     """
     whole_number("trials", trials, at_least=1)
-    if model.config.vocab_size < BYTE_VOCAB_SIZE:
+    if model.config.vocabulary < BYTE_VOCAB_SIZE:
         raise ValueError(
             f"model: recall is asked in bytes and needs a vocabulary of {BYTE_VOCAB_SIZE}, "
-            f"got {model.config.vocab_size}"
+            f"got {model.config.vocabulary}"
         )
     draws = Draws(seed)
     asked = [question(draws, distance) for _ in range(trials)]

@@ -62,13 +62,13 @@ def open_run(
         chosen: Checkpoint | None = checkpoints.open_checkpoint(folder)
         folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     else:
-        whole = checkpoints.listed(folder / "checkpoints")
         if which not in ("last", "best"):
             raise ValueError(f"checkpoint: expected 'last' or 'best', got {which!r}")
-        chosen = (whole[-1] if whole else None) if which == "last" else checkpoints.best(whole)
+        chosen = (checkpoints.last if which == "last" else checkpoints.best)(folder / "checkpoints")
     if chosen is None:
         why = "none with a validation loss" if which == "best" else "none"
         raise FileNotFoundError(f"{folder}: expected a run with a checkpoint, got {why}; `lengthen train` writes them")
+    chosen.verify("model.safetensors")
     config = io.read_toml(chosen.path / "config.toml", Config)
     return Subject(load(chosen.path, device, position_options), chosen, folder, config)
 
@@ -142,12 +142,12 @@ def evaluate(
 def refuse_other_tokens(subject: Subject, corpus: Corpus) -> None:
     """Refuse a corpus whose tokens mean something else than those that the model was trained on."""
     config, state = subject.model.config, subject.checkpoint.state
-    if corpus.vocab_size > config.vocab_size:
+    if corpus.vocab_size > config.vocabulary:
         raise ValueError(
-            f"--data: {corpus.directory} has {corpus.vocab_size:,} tokens, more than the {config.vocab_size:,} of "
+            f"--data: {corpus.directory} has {corpus.vocab_size:,} tokens, more than the {config.vocabulary:,} of "
             f"{subject.checkpoint.path}: it was made with another tokenizer"
         )
-    trained, here = state.get("tokenizer"), corpus.tokenizer_name
+    trained, here = state.tokenizer, corpus.tokenizer_name
     if trained is not None and trained != here:
         raise ValueError(
             f"--data: {corpus.directory} was made with another tokenizer ({here[:12]}) than the corpus that "

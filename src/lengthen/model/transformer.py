@@ -120,11 +120,11 @@ class Transformer(nn.Module):
         if not isinstance(config, ModelConfig):
             raise TypeError(f"config: expected a ModelConfig, got {describe(config)}")
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = norm(config)
-        self.output = None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
+        self.output = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
         with torch.random.fork_rng(devices=[]):  # models that differ in the method alone start alike, whatever it draws
             self.method = config.position_method()
         self.checkpoint_activations = False
@@ -247,9 +247,9 @@ class Transformer(nn.Module):
             raise ValueError(f"ids: expected integers [batch, length], got {describe(ids)}")
         if can_look(ids) and ids.numel():
             low, high = (int(end) for end in ids.aminmax())
-            if low < 0 or high >= self.config.vocab_size:
+            if low < 0 or high >= self.config.vocabulary:
                 raise ValueError(
-                    f"ids: expected tokens 0 … {self.config.vocab_size - 1}, got {low if low < 0 else high}"
+                    f"ids: expected tokens 0 … {self.config.vocabulary - 1}, got {low if low < 0 else high}"
                 )
         if targets is not None and targets.shape != ids.shape:
             raise ValueError(f"targets: expected shape {list(ids.shape)} like ids, got {describe(targets)}")

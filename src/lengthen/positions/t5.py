@@ -24,6 +24,8 @@ from lengthen.attention.biases import Table
 from lengthen.checks import flag, whole_number
 from lengthen.positions.method import PositionMethod, widen
 
+MOST_BUCKETS, MOST_DISTANCE = 1 << 10, 1 << 24  # borders are found with powers of whole numbers; a table is this long
+
 
 class T5(PositionMethod):
     """A learned bias for each bucket of distances, buckets growing with distance."""
@@ -44,10 +46,12 @@ class T5(PositionMethod):
         super().__init__(heads=heads, head_dim=head_dim, width=width)
         self.bidirectional = flag("t5.bidirectional", bidirectional)
         self.buckets = whole_number("t5.buckets", buckets, at_least=4 if bidirectional else 2)
+        for name, value, most in (("buckets", buckets, MOST_BUCKETS), ("max_distance", max_distance, MOST_DISTANCE)):
+            if whole_number(f"t5.{name}", value) > most:
+                raise ValueError(f"t5.{name}: expected at most {most}, got {value}")
         if bidirectional and buckets % 2:
             raise ValueError(f"t5.buckets: expected an even number with bidirectional=True, got {buckets}")
         side = buckets // 2 if bidirectional else buckets
-        whole_number("t5.max_distance", max_distance)
         if max_distance <= side // 2:
             raise ValueError(
                 f"t5.max_distance: expected more than {side // 2} (distances below have a bucket each), "

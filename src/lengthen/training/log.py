@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,20 @@ from lengthen import io
 Record = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Entry:
+    """What every line has, whatever else."""
+
+    kind: str
+    step: int
+
+
 def read(path: str | Path) -> Iterator[Record]:
     """Yield the records of a log; a last line that a killed process left torn is not one."""
-    return io.read_lines(path, dict)
+    records: Iterator[Record] = io.read_lines(path, dict)
+    for number, record in enumerate(records, 1):
+        io.build(Entry, {key: record[key] for key in ("kind", "step") if key in record}, f"{path}, line {number}")
+        yield record
 
 
 class Log:

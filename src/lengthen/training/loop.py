@@ -7,32 +7,33 @@ before a checkpoint: what is saved was seen to be finite.
 
 from __future__ import annotations
 
-import fcntl
 import math
-import signal
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lengthen import io
-from lengthen.config import Config, differences
+from lengthen.config import Config
 from lengthen.data import Corpus
 from lengthen.model import IGNORED, Transformer
 from lengthen.model.score import autocast
 from lengthen.training import checkpoint as checkpoints
+from lengthen.training import initial
 from lengthen.training.batches import Batches, Work, scoring
 from lengthen.training.events import Outcome, Start, TensorBoard, Watcher
 from lengthen.training.log import Log, Record
+from lengthen.training.memory import refuse_what_cannot_fit
 from lengthen.training.optimizer import adamw, set_lr
-from lengthen.training.parallel import World, last_pass, spread
+from lengthen.training.parallel import World, last_pass, spread, world
+from lengthen.training.resuming import chosen, refuse_other_run
 from lengthen.training.schedule import share
+from lengthen.training.stopping import Stop, alone_in
 from lengthen.training.validation import loss_at
 
 RANK_SEED, STEP_SEED = 7_368_787, 104_729  # primes that keep the random numbers of processes and steps apart
@@ -42,27 +43,47 @@ def train(
     config: Config,
     corpus: Corpus,
     out: str | Path,
-    here: World,
+    here: World | None = None,
     resume: str = "auto",
     watchers: Iterable[Watcher] = (),
+    *,
+    init: str | Path | None = None,
+    force: bool = False,
 ) -> Outcome:
     """Train, or go on training, and return how it ended.
 
     Args:
-        config: the run; `config.model.vocab_size` must hold the corpus' tokens.
+        config: the run; `config.model.vocab_size` holds the corpus' tokens, or is None and becomes their number.
         corpus: token shards, with a train and a validation split.
         out: the run's folder: config.toml, metrics.jsonl, checkpoints/.
-        here: this process among those of the run, from `parallel.world()`.
-        resume: "auto" goes on from the last checkpoint in `out`, "never" refuses a folder that has one, a path goes on
-            from that checkpoint.
+        here: this process among those of the run, from `parallel.world()`; None: the processes that torchrun started,
+            or this one alone.
+        resume: "auto" goes on from the last whole checkpoint in `out`, "never" refuses a folder that has one, "step-15"
+            goes on from that checkpoint in `out`, a path from that checkpoint into an `out` that has none.
         watchers: told of every step, on the first process.
+        init: a checkpoint or a model's file, whose weights the run begins with at step 0 (see initial.py).
+        force: try what seems to need more memory than there is.
     """
-    with _alone_in(Path(out), here), _Stop() as stop:
-        run = _Run(config, corpus, Path(out), here, resume, tuple(watchers) if here.first else (), stop)
+    with ExitStack() as stack:
+        if here is None:
+            here = stack.enter_context(world())
+        config = resolved(config, corpus)
+        stack.enter_context(alone_in(Path(out), here))
+        stop = stack.enter_context(Stop())
+        told = tuple(watchers) if here.first else ()
+        run = _Run(config, corpus, Path(out), here, resume, told, stop, None if init is None else Path(init), force)
         try:
             return run.go()
         finally:
             run.close()
+
+
+def resolved(config: Config, corpus: Corpus) -> Config:
+    """Return the config with what the corpus says: the size of the vocabulary, if none is given, and the tokenizer."""
+    kind: Any = corpus.index.tokenizer.kind
+    size = corpus.vocab_size if config.model.vocab_size is None else config.model.vocab_size
+    data = replace(config.data, tokenizer=kind, vocab_size=corpus.vocab_size if kind == "bpe" else None)
+    return replace(config, model=replace(config.model, vocab_size=size), data=data)
 
 
 class _Run:
@@ -74,44 +95,36 @@ class _Run:
         here: World,
         resume: str,
         watchers: tuple[Watcher, ...],
-        stop: _Stop,
+        stop: Stop,
+        init: Path | None,
+        force: bool,
     ) -> None:
         self.config, self.corpus, self.out, self.here, self.stop = config, corpus, out, here, stop
-        self.folder = out / "checkpoints"
-        self.resumed = _resumed(self.folder, resume)
-        self.watchers = watchers
+        self.folder, self.watchers = out / "checkpoints", watchers
+        self.late = here.device.type != "cpu"  # a GPU's losses are read a while after: so it never runs out of work
         self._refuse_what_does_not_fit()
-        on_gpu = here.device.type == "cuda"
-        narrow = config.train.precision == "bfloat16" or (config.train.precision == "auto" and on_gpu)
-        self.precision = torch.bfloat16 if narrow else torch.float32
-        self.batches = Batches(corpus, config, here)
-        torch.manual_seed(config.train.seed)  # the same weights on every process
-        self.core = Transformer(config.model).to(here.device)
-        self.core.checkpoint_activations = config.train.checkpoint_activations
-        if config.train.compile or (config.train.compile is None and on_gpu):
-            self.core.compile_parts()
-        self.model = spread(self.core, here, config.distributed.mode, self.precision)
-        self.optimizer = adamw(self.core, config.optimizer)
+        self.resumed, passed = chosen(self.folder, resume, here)
+        for problem in passed:
+            self.tell("said", f"passed over, as it is not whole: {problem}")
+        self.init = self._begun_with(init, resume)
+        if self.resumed is not None:
+            for change in refuse_other_run(self.resumed, config, corpus):
+                self.tell("said", change)
+        self._build(init, force)
         self.step = 0
         if self.resumed is not None:
-            checkpoints.load(self.resumed, self.core, self.optimizer, here)
+            checkpoints.load(self.resumed, self.core, self.optimizer)
             self.step = self.resumed.step
         self.pending: list[tuple[int, _Numbers]] = []  # of steps that were launched and not yet read
         self.loss: float | None = None
         self.validation: tuple[int, float] | None = None  # the step, and the loss at the training length
+        self.known: dict[Path, checkpoints.Checkpoint | None] = {}  # of the folder's checkpoints, which are whole
         self.log: Log | None = None
-        if here.first:
-            checkpoints.sweep(self.folder)
-            for path in checkpoints.set_aside(self.folder, self.step):
-                self.tell("said", f"a checkpoint of a later step is now {path}")
-            io.write_text(out / "config.toml", io.to_toml(config))
-            self.log = Log(out / "metrics.jsonl", after=self.step if self.resumed else -1)
-            if config.log.tensorboard:
-                self.watchers = (*self.watchers, TensorBoard(out / "tensorboard"))
+        here.all_or_none(self._prepare_folder)
 
     def _refuse_what_does_not_fit(self) -> None:
-        config, corpus, resumed = self.config, self.corpus, self.resumed
-        if corpus.vocab_size > config.model.vocab_size:
+        config, corpus = self.config, self.corpus
+        if corpus.vocab_size > config.model.vocabulary:
             raise ValueError(
                 f"model.vocab_size: expected at least the {corpus.vocab_size} tokens of {corpus.directory}, "
                 f"got {config.model.vocab_size}"
@@ -123,22 +136,50 @@ class _Run:
                         f"evaluation.lengths: {length} tokens and the one after them are more than the validation "
                         f"split of {corpus.directory} has ({len(corpus['validation'])})"
                     )
-        if resumed is None:
+
+    def _begun_with(self, init: Path | None, resume: str) -> checkpoints.Init | None:
+        """Return the model that the run began with: the one to begin with now, or what the checkpoint says."""
+        if init is None:
+            return None if self.resumed is None else self.resumed.state.init
+        if resume not in ("auto", "never"):
+            raise ValueError(f"--init: expected none beside --resume {resume}, got {init}: a run has one beginning")
+        found = initial.identified(init)
+        if self.resumed is not None:
+            initial.refuse_another(found, self.resumed)
+        return found
+
+    def _build(self, init: Path | None, force: bool) -> None:
+        """Make the batches, the model and the optimizer."""
+        config, here = self.config, self.here
+        on_gpu = here.device.type == "cuda"
+        narrow = config.train.precision == "bfloat16" or (config.train.precision == "auto" and on_gpu)
+        self.precision = torch.bfloat16 if narrow else torch.float32
+        self.batches = Batches(self.corpus, config, here)
+        if not force:
+            refuse_what_cannot_fit(config, here)
+        torch.manual_seed(config.train.seed)  # the same weights on every process
+        self.core = Transformer(config.model).to(here.device)
+        if init is not None and self.resumed is None:
+            for line in initial.begin(self.core, init):
+                self.tell("said", line)
+        self.core.checkpoint_activations = config.train.checkpoint_activations
+        if config.train.compile or (config.train.compile is None and on_gpu):
+            self.core.compile_parts()
+        self.model = spread(self.core, here, config.distributed.mode, self.precision)
+        self.optimizer = adamw(self.core, config.optimizer)
+
+    def _prepare_folder(self) -> None:
+        """Leave in the run's folder what this run goes on from, and open its log."""
+        if not self.here.first:
             return
-        saved = io.read_toml(resumed.path / "config.toml", Config)
-        checkpoints.refuse_other_model(resumed.path, saved.model, config.model)
-        if resumed.state["data"] != corpus.fingerprint:
-            raise ValueError(
-                f"--data: {corpus.directory} is not the corpus that {resumed.path} was trained on (its fingerprint is "
-                f"{corpus.fingerprint}, expected {resumed.state['data']}); give that one, or train into another --out"
-            )
-        if resumed.step > config.train.steps:
-            raise ValueError(
-                f"train.steps: expected at least the {resumed.step} steps that {resumed.path} has taken, "
-                f"got {config.train.steps}"
-            )
-        for change in differences(replace(saved, model=config.model), config):
-            self.tell("said", f"changed since {resumed.path.name} was written: {change}")
+        checkpoints.sweep(self.folder)
+        for path in checkpoints.set_aside(self.folder, self.step):
+            self.tell("said", f"a checkpoint of a later step is now {path}")
+        io.write_text(self.out / "config.toml", io.to_toml(self.config))
+        own = self.resumed is not None and self.resumed.path.resolve().parent == self.folder.resolve()
+        self.log = Log(self.out / "metrics.jsonl", after=self.step if own else -1)
+        if self.config.log.tensorboard:
+            self.watchers = (*self.watchers, TensorBoard(self.out / "tensorboard"))
 
     def go(self) -> Outcome:
         """Take all steps that are left."""
@@ -156,10 +197,12 @@ class _Run:
             saves = done or (config.checkpoint.every > 0 and self.step % config.checkpoint.every == 0)
             evaluates = config.evaluation.every > 0 and (done or self.step % config.evaluation.every == 0)
             stopped = False
-            if saves or evaluates or self.here.device.type == "cpu":
+            if saves or evaluates or not self.late:
                 stopped = self._read(self.step)
-            elif self.step % every == 0:  # what was launched a while ago: so the GPU never runs out of work
+            elif self.step % every == 0:  # what was launched a while ago
                 stopped = self._read(self.step - every)
+                if stopped:  # what is saved now was taken since
+                    self._read(self.step)
             if evaluates:
                 self._evaluate()
             if saves or stopped:
@@ -225,16 +268,17 @@ class _Run:
             self.loss = loss
             stopped = stopped or asked > 0
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                self._refuse_to_go_on(step + 1, loss, norm)
+                expected = "expected a finite loss and gradient"
+                self._refuse_to_go_on(f"step {step + 1}: {expected}, got loss {loss} and gradient norm {norm}")
         self.clock = now
         return stopped
 
-    def _refuse_to_go_on(self, step: int, loss: float, norm: float) -> None:
-        whole = checkpoints.listed(self.folder)
-        last = f"the last checkpoint is {whole[-1].path}" if whole else "there is no checkpoint"
+    def _refuse_to_go_on(self, problem: str) -> None:
+        there = checkpoints.folders(self.folder)
+        last = f"the last checkpoint is {there[-1][1]}" if there else "there is no checkpoint"
         raise FloatingPointError(
-            f"step {step}: expected a finite loss and gradient, got loss {loss} and gradient norm {norm}; "
-            f"{last}, and nothing after it was saved. A lower --optimizer.lr or a longer --schedule.warmup may help"
+            f"{problem}; {last}, and nothing after it was saved. "
+            "A lower --optimizer.lr or a longer --schedule.warmup may help"
         )
 
     def _evaluate(self) -> None:
@@ -260,22 +304,32 @@ class _Run:
         self.clock = time.perf_counter()  # the time that evaluation took is not training's
 
     def _save(self) -> Path:
+        self._refuse_weights_that_are_not_finite()
         measured = self.validation is not None and self.validation[0] == self.step
-        state = {
-            "step": self.step,
-            "loss": self.loss,
-            "validation": self.validation[1] if measured and self.validation else None,
-            "data": self.corpus.fingerprint,
-            "folder": str(self.corpus.directory.resolve()),
-            "tokenizer": self.corpus.tokenizer_name,
-            "processes": self.here.size,
-        }
+        state = checkpoints.State(
+            step=self.step,
+            data=self.corpus.fingerprint,
+            folder=str(self.corpus.directory.resolve()),
+            tokenizer=self.corpus.tokenizer_name,
+            loss=self.loss,
+            validation=self.validation[1] if measured and self.validation else None,
+            processes=self.here.size,
+            init=self.init,
+        )
         saved = checkpoints.save(self.folder, state, self.config, self.core, self.optimizer, self.here)
         if self.here.first:
-            checkpoints.prune(self.folder, self.config.checkpoint.keep)
+            checkpoints.prune(self.folder, self.config.checkpoint.keep, saved, self.known)
         self.tell("saved", saved.path, self.step)
         self.clock = time.perf_counter()
         return saved.path
+
+    def _refuse_weights_that_are_not_finite(self) -> None:
+        """Refuse to save what the last update made of the weights, if a loss of theirs could not be finite."""
+        weights = self.core.state_dict().values()
+        parts = (weight.to_local() if hasattr(weight, "to_local") else weight for weight in weights)
+        bad = torch.stack([~torch.isfinite(part).all() for part in parts]).any()
+        if self.here.sum(bad.double()).item():
+            self._refuse_to_go_on(f"step {self.step}: expected finite weights, got some that are not after its update")
 
     def _start(self) -> Start:
         read = self.config.train.steps * self.config.train.batch * self.config.model.train_length
@@ -332,60 +386,5 @@ class _Numbers:
         return cast(list[float], self._values.tolist())
 
 
-def _resumed(folder: Path, resume: str) -> checkpoints.Checkpoint | None:
-    """Return the checkpoint to go on from."""
-    whole = checkpoints.listed(folder)
-    if resume == "auto":
-        return whole[-1] if whole else None
-    if resume == "never":
-        if whole:
-            raise FileExistsError(
-                f"--resume never: {folder} holds a run already (its last checkpoint is {whole[-1].path.name}); "
-                "choose another --out, or go on with --resume auto"
-            )
-        return None
-    return checkpoints.open_checkpoint(resume)
-
-
 def _exp(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
-
-
-@contextmanager
-def _alone_in(out: Path, here: World) -> Iterator[None]:
-    """Make the run's folder, and hold it against other runs while this one lasts."""
-    if not here.first:
-        yield
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError(f"{out}: another process is training into this folder") from None
-        yield
-
-
-class _Stop:
-    """Notes a first SIGTERM or Ctrl-C, so that the loop saves and stops after a step; a second stops at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _Stop:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                self._before[number] = signal.signal(number, self._ask)
-            except ValueError:  # not the main thread: whoever runs us has the signals
-                break
-        return self
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-
-    def __exit__(self, *problem: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)

@@ -10,9 +10,10 @@ One process alone needs none of it, and the rest of the loop does not ask which 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
+from lengthen.config import ModelConfig
 from lengthen.model import Transformer
+
+T = TypeVar("T")
 
 SHARD_FROM = 500_000_000  # parameters: from here on `auto` shards, since copies of AdamW's state would fill a GPU
 
@@ -72,6 +76,16 @@ class World:
         if failed.item():
             raise OSError(f"{int(failed.item())} of {self.size} processes failed; their own messages say why")
 
+    def all_or_none(self, action: Callable[[], T]) -> T:
+        """Return what an action gives on this process once it has succeeded on every one; else raise on all of them."""
+        try:
+            result = action()
+        except Exception as problem:
+            self.agree(problem)
+            raise
+        self.agree(None)
+        return result
+
     def peak_flops(self) -> float | None:
         """Return what one device could do in bfloat16, or None where it is not known."""
         if self.device.type != "cuda":
@@ -112,12 +126,18 @@ def world(device: str | None = None) -> Iterator[World]:
         dist.destroy_process_group()
 
 
+def spread_as(config: ModelConfig, mode: str) -> str:
+    """Return how a model is spread over several processes, where `auto` leaves it open."""
+    if mode != "auto":
+        return mode
+    return "shard" if config.parameters >= SHARD_FROM else "replicate"
+
+
 def spread(model: Transformer, here: World, mode: str, precision: torch.dtype) -> nn.Module:
     """Return what the loop calls in place of the model; the model itself holds this process's part of the weights."""
     if here.size == 1:
         return model
-    if mode == "auto":
-        mode = "shard" if model.config.parameters >= SHARD_FROM else "replicate"
+    mode = spread_as(model.config, mode)
     if mode == "replicate":
         ids = [here.device.index] if here.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
