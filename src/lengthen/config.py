@@ -163,7 +163,7 @@ class DataConfig:
     """How windows are drawn, and how the default corpus is prepared when no data is given."""
 
     order: Literal["pack", "sample"] = "pack"  # every window once per epoch, or windows anywhere, with replacement
-    apart: bool = False  # documents in one window do not see each other
+    document_mask: bool = False  # documents in one window do not see each other
     tokenizer: Literal["bytes", "bpe"] = "bytes"  # of the default corpus
     vocab_size: int = 4096  # of the default corpus with bpe
 

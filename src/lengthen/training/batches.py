@@ -46,7 +46,7 @@ class Batches:
             batch=config.train.batch,
             seed=config.train.seed,
             order=config.data.order,
-            apart=config.data.apart,
+            document_mask=config.data.document_mask,
         )
         if config.train.batch % here.size:
             raise ValueError(
