@@ -190,7 +190,7 @@ class DataConfig:
     """How windows are drawn, and how the default corpus is prepared when no data is given."""
 
     order: Literal["pack", "sample"] = "pack"  # every window once per epoch, or windows anywhere, with replacement
-    apart: bool = False  # documents in one window do not see each other
+    document_mask: bool = False  # documents in one window do not see each other
     tokenizer: Literal["bytes", "bpe", "json"] = "bytes"  # of the default corpus; a run records its corpus'
     vocab_size: int | None = None  # of a BPE, likewise; none: 4096
 

@@ -99,7 +99,7 @@ def tables(draw: st.DrawFn) -> dict[str, Any]:
                 "norm_epsilon": st.floats(1e-12, 1),
             }
         ),
-        "data": some({"order": st.sampled_from(["pack", "sample"]), "apart": st.booleans()}),
+        "data": some({"order": st.sampled_from(["pack", "sample"]), "document_mask": st.booleans()}),
         "train": some(
             {
                 "steps": st.integers(1, 10**6),

@@ -181,7 +181,7 @@ def analyse(
     progress: Progress = silent,
 ) -> Row:
     """Return the loss by position at each length, and the curse between the shortest and the longest."""
-    model, text, rows, apart = subject.model, corpus[split], [], subject.config.data.apart
+    model, text, rows, apart = subject.model, corpus[split], [], subject.config.data.document_mask
     for length in lengths:
         tell = partial(progress, f"positions, {length}")
         found = by_position(model, text, length, tokens, tell=tell, document_mask=apart)
