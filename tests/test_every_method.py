@@ -40,6 +40,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "t5 bidirectional": {"buckets": 8, "max_distance": 20, "bidirectional": True},
     "kerple": {"kind": "log"},
     "kerple power": {"kind": "power"},
+    "kerple separate": {"kind": "power", "sides": "separate"},
     "sandwich": {"dim": 16},
     "rotary+alibi": {},
     "xpos+t5": {"buckets": 8},

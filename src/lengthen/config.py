@@ -59,16 +59,20 @@ class ModelConfig:
     activation: Literal["gelu", "relu", "swiglu"] = "gelu"  # of the feed-forward layers
     biases: bool = True  # of linear layers and of LayerNorm
     tied: bool = True  # the output shares the embedding's weights
-    scale_embeddings: bool = True  # by √width, so that they are of a size with sinusoids added to them
-    dropout: float = 0.0  # fraction of features that are zeroed while training
+    scale_embeddings: bool = True  # by √width; false for weights of models without (GPT-2, MPT, Llama)
+    dropout: float = (
+        0.0  # fraction of features that are zeroed while training: of embeddings and of each layer's output
+    )
+    activation_dropout: float = 0.0  # the same inside feed-forward layers, after the activation
 
     def __post_init__(self) -> None:
         sizes = dict.fromkeys(("vocab_size", "layers", "width", "heads", "train_length"), 1)
         _check("model", self, **sizes, key_heads=1, head_dim=1, feed_forward=1)
         if self.norm_epsilon <= 0:
             raise ValueError(f"model.norm_epsilon: expected more than 0, got {self.norm_epsilon}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"model.dropout: expected a fraction from 0 to below 1, got {self.dropout}")
+        for name in ("dropout", "activation_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"model.{name}: expected a fraction from 0 to below 1, got {getattr(self, name)}")
         if self.head_dim is None and self.width % self.heads:
             raise ValueError(
                 f"model.heads: expected a number that divides width={self.width} (or give head_dim), got {self.heads}"
@@ -121,11 +125,12 @@ class ModelConfig:
         return found
 
     def position_method(self) -> PositionMethod:
-        """Return the position method, new."""
-        from lengthen.positions import build
+        """Return the position method, new; an encoder's tells left from right, unless the options say otherwise."""
+        from lengthen.positions.registry import build, two_sided
 
+        sides = two_sided(self.positions) if self.kind == "encoder" else {}
         sizes = {"heads": self.heads, "head_dim": self.head_width, "width": self.width}
-        options = dict(self.position_options)
+        options = {**sides, **self.position_options}
         if self.longest is not None:
             options["max_length"] = self.longest
         if options.get("scaling") == "yarn":  # which is told what it stretches
@@ -185,7 +190,7 @@ class DataConfig:
     """How windows are drawn, and how the default corpus is prepared when no data is given."""
 
     order: Literal["pack", "sample"] = "pack"  # every window once per epoch, or windows anywhere, with replacement
-    apart: bool = False  # documents in one window do not see each other
+    document_mask: bool = False  # documents in one window do not see each other
     tokenizer: Literal["bytes", "bpe", "json"] = "bytes"  # of the default corpus; a run records its corpus'
     vocab_size: int | None = None  # of a BPE, likewise; none: 4096
 
@@ -218,13 +223,14 @@ class OptimizerConfig:
     """AdamW; weight decay on matrices alone."""
 
     lr: float = 1e-3  # the highest learning rate
+    method_lr_factor: float = 10.0  # times lr, for what a position method learns
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # decay of the two moments
     epsilon: float = 1e-8  # added to the root of the second moment
     weight_decay: float = 0.1  # of matrices
 
     def __post_init__(self) -> None:
         _check("optimizer", self, weight_decay=0)
-        for name in ("lr", "epsilon"):
+        for name in ("lr", "method_lr_factor", "epsilon"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"optimizer.{name}: expected more than 0, got {getattr(self, name)}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

@@ -143,6 +143,44 @@ def test_16_bits_are_too_few_for_a_radius() -> None:
             Ball(torch.zeros(1, 1, 4, dtype=centre), torch.zeros(1, 1, dtype=radius), 3)
 
 
+@pytest.mark.parametrize("queries", [1, 60])
+def test_an_infinite_radius_bounds_nothing(queries: int, spans: Callable[..., Tensor], assert_as_defined: Any) -> None:
+    q, k, v = torch.randn(1, 4, queries, 8), torch.randn(1, 2, 300, 8), torch.randn(1, 2, 300, 8)
+    bias, ball = Linear(torch.tensor([0.9, 0.5, 0.3, 0.05])), Ball.around(k)
+    call = {"q": q, "k": k, "v": v, "bias": bias, "mask": Causal()}
+    wide = call | {"ball": Ball(ball.centre, ball.radius * torch.inf, 300)}
+    assert int(spans(call | {"ball": ball})[0].max()) > 0
+    assert int(spans(wide)[0].max()) == 0
+    assert_as_defined(wide, rest=2e-6)
+
+
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("centred", [True, False])
+def test_around_keys_that_are_not_finite_the_radius_is_infinite(odd: float, centred: bool) -> None:
+    k = torch.randn(1, 2, 9, 4)
+    k[0, 1, 3, 2] = odd
+    for ball in (
+        Ball.around(k, centred),
+        Ball.around(k[:, :, :3], centred).appended(k[:, :, 3:]).appended(k[:, :, :1]),
+    ):
+        assert ball.radius.isfinite().tolist() == [[True, False]]
+        assert float(ball.radius[0, 1]) == torch.inf
+        assert bool(ball.centre.isfinite().all())
+
+
+def test_what_is_no_ball_is_refused() -> None:
+    k = torch.randn(1, 1, 5, 8)
+    with pytest.raises(ValueError, match=r"Ball\.radius: expected at least 0, got -2\.0"):
+        Ball(torch.zeros(1, 1, 8), torch.full((1, 1), -2.0), 5)
+    for name, centre, radius in (("centre", torch.nan, 1.0), ("radius", 0.0, torch.nan)):
+        with pytest.raises(ValueError, match=rf"Ball\.{name}: expected numbers \(a radius of ∞ .*, got nan"):
+            Ball(torch.full((1, 1, 8), centre), torch.full((1, 1), radius), 5)
+    with pytest.raises(TypeError, match=r"Ball\.centre: expected a tensor \(Ball\.around\(k\) .*, got None"):
+        Ball(None, torch.zeros(1, 1), 5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Ball\.radius: expected a tensor .*, got 3\.0"):
+        Ball(k[:, :, 0], 3.0, 5)  # type: ignore[arg-type]
+
+
 def test_a_ball_of_keys_in_another_dtype_is_refused() -> None:
     k = torch.randn(1, 1, 5, 8)
     with pytest.raises(

@@ -206,15 +206,18 @@ ONES = torch.ones(4)
         (
             lambda: Linear(-ONES),
             ValueError,
-            r"Linear\.slopes: expected slopes of at least 0 \(the minus .*, got -1\.0",
+            r"Linear\.slopes: expected finite slopes of at least 0 \(the minus .*, got -1\.0",
         ),
+        (lambda: Linear(ONES * torch.nan), ValueError, r"Linear\.slopes: expected finite slopes .*, got nan"),
+        (lambda: Linear(torch.tensor([0.5, torch.inf])), ValueError, r"Linear\.slopes: expected finite .*, got inf"),
+        (lambda: Linear(ONES, torch.tensor([1, 0, torch.nan, 2])), ValueError, r"Linear\.ahead: expected fin.*got nan"),
         (lambda: Linear(ONES, 0.5), TypeError, r"Linear\.ahead: expected a tensor, got 0\.5 \(float\)"),
         (
             lambda: Linear(ONES, ONES.bfloat16()),
             TypeError,
             r"Linear\.ahead: expected float32 or float64 .*bfloat16",
         ),
-        (lambda: Linear(ONES, -ONES), ValueError, r"Linear\.ahead: expected slopes of at least 0 .*, got -1\.0"),
+        (lambda: Linear(ONES, -ONES), ValueError, r"Linear\.ahead: expected finite slopes of .*, got -1\.0"),
         (
             lambda: Linear(ONES, ONES[:3]),
             ValueError,

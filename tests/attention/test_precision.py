@@ -94,3 +94,18 @@ def test_alibi_in_bfloat16_at_length_4096(backend: str | None) -> None:
     out = attention(q, k, v, bias=bias, tolerance=0, backend=backend).double()
     expected = attention(q.double(), k.double(), v.double(), bias=bias, backend="reference")
     torch.testing.assert_close(out, expected, rtol=1.01 * 2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+@pytest.mark.parametrize(("distance", "off"), [(1_000, 4e-5), (10_000, 6e-4), (1_000_000, 0.04)])
+def test_far_from_all_keys_slope_times_distance_is_rounded(backend: str, distance: int, off: float) -> None:
+    """As docs/attention.md has it, with the way round it: take the same number off every distance."""
+    q, k, v = torch.randn(3, 1, 8, 100, 64)
+    call: dict[str, Any] = {"bias": Linear(alibi_slopes(8)), "return_lse": True}
+    exact, lse = attention(*(x.double() for x in (q, k, v)), **call, q_start=distance, backend="reference")
+    far, _ = attention(q, k, v, **call, q_start=distance, backend=backend)
+    assert 1e-6 < (far - exact).abs().max() < off
+    near, near_lse = attention(q, k, v, **call, q_start=99, backend=backend)
+    torch.testing.assert_close(near, exact.float(), rtol=0, atol=5e-6)
+    moved = near_lse.double() - alibi_slopes(8).double()[:, None] * (distance - 99)
+    torch.testing.assert_close(moved, lse, rtol=0, atol=1e-5)

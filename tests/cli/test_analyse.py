@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+import lengthen
 from lengthen.cli import analyse
 from lengthen.cli.flags import parse
 from lengthen.cli.main import main
 from lengthen.data import Corpus
-from lengthen.evaluation import analyses
+from lengthen.evaluation import analyses, open_run
 
 Capture = pytest.CaptureFixture[str]
 SMALL = {
@@ -61,16 +62,21 @@ def test_everything_at_once(alibi: Path, data: str, capsys: Capture) -> None:
     said = capsys.readouterr()
     assert said.err == ""
     assert sorted(path.name for path in (alibi / "analysis").iterdir()) == [
-        f"{name}.json" for name in ("distance", "positions", "reach", "resolution")
+        f"{name}.json" for name in ("distance", "induction", "positions", "reach", "resolution")
     ]
-    for name in ("resolution", "positions", "reach", "distance"):
+    for name in ("resolution", "positions", "reach", "distance", "induction"):
         found = read(alibi, name)
-        assert {key: found[key] for key in ("kind", "positions", "train_length", "checkpoint", "data")} == {
+        weights = found.pop("weights")
+        assert re.fullmatch("[0-9a-f]{64}", weights)
+        assert {key: found[key] for key in list(found)[:8]} == {
             "kind": name,
             "positions": "alibi",
             "train_length": 16,
             "checkpoint": "step-00000002",
             "data": Corpus.open(data).fingerprint,
+            "precision": "float32",
+            "device": "cpu",
+            "version": lengthen.__version__,
         }
         assert f"\n  {alibi / 'analysis' / f'{name}.json'}\n" in said.out
 
@@ -111,6 +117,35 @@ def test_everything_at_once(alibi: Path, data: str, capsys: Capture) -> None:
         for buckets in heads:
             assert len(buckets) == 7
             assert sum(buckets) == pytest.approx(1, abs=1e-6)
+    found = read(alibi, "induction")
+    assert found["vocabulary"] == len(set("Document 0123456789: the sea, the ship, the whale. ") & set(said_in(data)))
+    assert [(row["length"], row["sequences"]) for row in found["rows"]] == [(16, 5), (40, 4)]
+    for row in found["rows"]:
+        assert row["difference"] == pytest.approx(row["second"] - row["first"])
+        assert 0 < row["standard_error"] < 1
+        assert len(row["previous"]) == len(row["induction"]) == 2
+        assert all(0 < weight < 1 for weight in row["previous"] + row["induction"])
+
+
+def said_in(data: str, tokens: int = 160) -> str:
+    """Return the text that an analysis reads."""
+    return Corpus.open(data).tokenizer().decode(Corpus.open(data)["validation"].read(0, tokens))
+
+
+def test_induction_by_seed_and_length(alibi: Path, data: str) -> None:
+    def found(*words: object) -> list[dict[str, Any]]:
+        assert run(alibi, "--data", data, "--what", "induction", "--tokens", 500, *words) == 0
+        rows: list[dict[str, Any]] = read(alibi, "induction")["rows"]
+        return rows
+
+    rows = found()
+    assert [row["length"] for row in rows] == [8, 16, 32, 64, 128]  # so much again is the training length, and beyond
+    assert [row["sequences"] for row in rows] == [31, 15, 7, 4, 4]
+    assert found("--lengths", "32,2") == [*found("--lengths", "2"), rows[2]]  # whatever else is asked for
+    assert found("--lengths", "32", "--seed", 1) != [rows[2]]
+    text = Corpus.open(data)["validation"]
+    longer = [len(text) + 1]  # it is not read from the text
+    assert analyses.fitting_lengths(open_run(alibi), analyses.LENGTHS["induction"], text, longer) == longer
 
 
 def test_recall_needs_no_data(alibi: Path, capsys: Capture) -> None:
@@ -129,6 +164,10 @@ def test_the_usual_lengths_are_those_that_fit(alibi: Path, learned: Path, data: 
     assert [row["length"] for row in read(learned, "resolution")["rows"]] == [16]
     assert read(learned, "positions")["curse"] is None
     assert not (learned / "analysis" / "reach.json").exists()
+    assert [row["length"] for row in read(learned, "induction")["rows"]] == [8]
+    (learned / "analysis" / "induction.json").unlink()
+    assert run(learned, "--data", data, "--lengths", "8,16", "--tokens", 64) == 0  # 16 tokens twice are too many
+    assert not (learned / "analysis" / "induction.json").exists()
 
 
 def test_a_checkpoints_folder(alibi: Path, data: str) -> None:
@@ -156,6 +195,11 @@ def test_what_is_wrong_is_said(alibi: Path, learned: Path, data: str, tmp_path: 
         "--lengths: 17 tokens are beyond the 16 positions that this model has learned vectors for"
     )
     assert "--lengths: 17 tokens are beyond" in refused(learned, "--what", "recall", "--lengths", "15")
+    assert refused(learned, "--data", data, "--what", "induction", "--lengths", "8,9") == (
+        "--lengths: 17 tokens are beyond the 16 positions that this model has learned vectors for"
+    )
+    assert refused(*some, "--what", "induction", "--lengths", "1") == "--lengths: expected at least 2, got 1"
+    assert refused(*some, "--seed", "-1") == "--seed: expected a whole number of at least 0, got -1"
     assert "got 'learned': nothing bounds how far" in refused(learned, "--data", data, "--what", "reach")
     (tmp_path / "checkpoints").mkdir()
     assert "checkpoint" in refused(tmp_path, "--data", data)

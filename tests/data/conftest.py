@@ -59,7 +59,7 @@ def texts() -> Callable[..., list[str]]:
     """The documents of a split, decoded, without their end tokens."""
 
     def read(corpus: Corpus, split: str = "train") -> list[str]:
-        tokens, tokenizer = corpus[split], corpus.tokenizer()
+        tokens, tokenizer = corpus[split], corpus.tokenizer
         found = []
         for start, stop in zip(tokens.documents[:-1], tokens.documents[1:], strict=True):
             ids = tokens.read(int(start), int(stop)).tolist()

@@ -16,10 +16,10 @@ from lengthen.data import Corpus, prepare
 # One process imports the package and forks a child for every kill, which is far quicker than a process each.
 DRIVER = r"""
 import json, os, shutil, signal, sys, time
-import lengthen.data.documents, lengthen.data.readers
+import lengthen.data.cuts, lengthen.data.documents
 from lengthen.data import Corpus, prepare
 sys.modules["lengthen.data.documents"].PART_BYTES = 9000
-sys.modules["lengthen.data.readers"].BLOCK = 2000
+sys.modules["lengthen.data.cuts"].BLOCK = 2000
 where, folder, how = sys.argv[1:4]
 options = json.loads(sys.argv[4])
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from lengthen.data import Corpus, prepare
+from lengthen.data import cuts as cuts_module
 from lengthen.data import documents as documents_module
 from lengthen.data import parts as parts_module
-from lengthen.data import readers as readers_module
 from lengthen.io import whole
 
 
@@ -26,7 +26,7 @@ from lengthen.io import whole
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts and pieces so small that a few files make many."""
     monkeypatch.setattr(documents_module, "PART_BYTES", 5000)
-    monkeypatch.setattr(readers_module, "BLOCK", 700)
+    monkeypatch.setattr(cuts_module, "BLOCK", 700)
 
 
 @pytest.fixture
@@ -284,7 +284,7 @@ def test_a_long_document_is_shared_out(tmp_path: Path, make: Any, stories: list[
     assert alone.fingerprint == shared.fingerprint
     assert len(alone["train"].bytes) == 1
     tokens = alone["train"].read(0, len(alone["train"]))
-    assert tokens.tolist() == [*alone.tokenizer().encode(text), alone.end_id]
+    assert tokens.tolist() == [*alone.tokenizer.encode(text), alone.end_id]
     assert int(alone["train"].bytes[0]) == len(text.encode())
     assert int(alone["train"].words[0]) == len(text.split())
 

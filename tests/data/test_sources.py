@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 
 from lengthen.data import Corpus, prepare, standard_library
-from lengthen.data import readers as readers_module
+from lengthen.data import cuts as cuts_module
 from lengthen.data.readers import pieces
 from lengthen.data.settings import Settings
 from lengthen.data.sources import Source, expand
@@ -103,9 +103,9 @@ def test_what_is_not_what_its_name_says(tmp_path: Path, make: Callable[..., Corp
     ("data", "offset", "reason"),
     [
         (b"a" * 300_000 + b"\xff" + b"b", 300_000, "invalid start byte"),
-        (b"a" * 10 + b"\0" + b"b", 10, "a NUL byte"),
-        (b"a" * (readers_module.BLOCK - 1) + "海".encode()[:2], readers_module.BLOCK - 1, "unexpected end of data"),
-        (b"a" * (readers_module.BLOCK - 1) + b"\xe6b", readers_module.BLOCK - 1, "invalid continuation byte"),
+        (b"a" * 10 + b"\0" + b"b", 10, "a NUL character"),
+        (b"a" * (cuts_module.BLOCK - 1) + "海".encode()[:2], cuts_module.BLOCK - 1, "unexpected end of data"),
+        (b"a" * (cuts_module.BLOCK - 1) + b"\xe6b", cuts_module.BLOCK - 1, "invalid continuation byte"),
     ],
 )
 def test_not_text(
@@ -123,14 +123,14 @@ def test_not_text(
 def test_a_character_across_blocks_and_a_byte_order_mark(
     tmp_path: Path, make: Callable[..., Corpus], texts: Callable[..., list[str]]
 ) -> None:
-    text = "a" * (readers_module.BLOCK - 4) + "海海" * 200_000
+    text = "a" * (cuts_module.BLOCK - 4) + "海海" * 200_000
     (tmp_path / "data.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert texts(make(tmp_path / "data.txt")) == [text]
 
 
 @pytest.mark.parametrize("block", [*range(1, 14), 1 << 18])
 def test_separators_and_lines_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(readers_module, "BLOCK", block)
+    monkeypatch.setattr(cuts_module, "BLOCK", block)
     documents = [f"{i}<E" * (i % 7) + "é\n" for i in range(90)]
     (tmp_path / "data.txt").write_text("<END>".join(documents))
 

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, a BPE, somebody else's; and that cutting a long document changes no token."""
+"""Tokenizers: bytes, a BPE, somebody else's."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lengthen.data import Corpus, prepare
-from lengthen.data import readers as readers_module
+from lengthen.data import cuts as cuts_module
 from lengthen.data.readers import _cut
 from lengthen.data.tokenizer import Tokenizer, train
 
@@ -37,7 +35,7 @@ def test_bytes() -> None:
 
 def test_a_trained_bpe(make: Callable[..., Corpus], folder: Path, stories: list[str], texts: Any) -> None:
     corpus = make(folder, tokenizer="bpe", vocab_size=380)
-    tokenizer = corpus.tokenizer()
+    tokenizer = corpus.tokenizer
     assert (corpus.vocab_size, corpus.end_id, corpus.mask_id, tokenizer.name) == (380, 0, 1, "bpe")
     assert texts(corpus) == stories
     for text in (stories[3], "<|end|> in a text is text", "\x00 any byte \U0001f600"):
@@ -62,52 +60,6 @@ def test_a_sample_and_no_validation_text_train_the_bpe(make: Callable[..., Corpu
     rest = make([folder / f"{i:02d}.txt" for i in range(29)], tokenizer="bpe", vocab_size=600)
     assert held_out.index.tokenizer.sha256 == rest.index.tokenizer.sha256
     assert held_out.index.tokenizer.sha256 != whole.index.tokenizer.sha256
-
-
-WHITE = [
-    "\n",
-    "\n",
-    "\n\n",
-    " \n",
-    " ",
-    "  ",
-    "\t",
-    "\r\n",
-    "\x0b",
-    "\x1c",
-    "\x85",
-    "\xa0",
-    "\u2003",
-    "\u2028",
-    "\u3000",
-]
-PIECES = st.sampled_from([*WHITE, "a", "word", "'s", "don't", "12", "é", "海", "!", "<|end|>", "\u200b", "\x00"])
-
-
-@settings(max_examples=600)
-@given(st.lists(PIECES, max_size=60).map("".join), st.integers(1, 30))
-def test_cutting_changes_no_token_and_no_word(bpe: Path, text: str, block: int) -> None:
-    inner = tokenizers.Tokenizer.from_file(str(bpe))
-    inner.encode_special_tokens = True
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers_module, "BLOCK", block)
-        cut = [piece.decode() for piece, _ in _cut([(text.encode(), True)])]
-    assert "".join(cut) == text
-    words = [word for piece in cut for word, _ in inner.pre_tokenizer.pre_tokenize_str(piece)]
-    assert words == [word for word, _ in inner.pre_tokenizer.pre_tokenize_str(text)]
-    assert [i for piece in cut for i in inner.encode(piece).ids] == inner.encode(text).ids
-    assert sum(len(piece.split()) for piece in cut) == len(text.split())
-
-
-def test_cuts_do_happen_and_do_not_depend_on_how_text_arrives(monkeypatch: Any, stories: list[str]) -> None:
-    monkeypatch.setattr(readers_module, "BLOCK", 100)
-    text = stories[9].encode()
-    cut = list(_cut([(text, True)]))
-    assert len(cut) > len(text) / 300
-    assert [ends for _, ends in cut] == [False] * (len(cut) - 1) + [True]
-    for size in (1, 7, 1000):
-        arriving = [(text[i : i + size], False) for i in range(0, len(text), size)]
-        assert list(_cut([*arriving, (b"", True)])) == cut
 
 
 def other(path: Path, special: list[str], **changes: Any) -> Path:
@@ -149,8 +101,8 @@ def test_an_existing_tokenizer(
     assert read[:8] == [1, 2, 1, 3, 1, 2, 1, 3]  # nothing added, nothing cut off, nothing padded
     assert read[-1] == (1 if end is None else ids[end])
     assert read.count(ids.get("</s>", -1)) <= 1  # the one in the text is text
-    assert corpus.tokenizer().encode("the sea") == [1, 3]
-    assert corpus.tokenizer().name == "json"
+    assert corpus.tokenizer.encode("the sea") == [1, 3]
+    assert corpus.tokenizer.name == "json"
     stored = corpus.directory / corpus.index.tokenizer.file
     assert stored.read_bytes() == path.read_bytes()
 
@@ -172,7 +124,7 @@ def test_documents_stay_whole_for_a_tokenizer_that_joins_across_newlines(
     inner.save(str(tmp_path / "tokenizer.json"))
     text = "a\nb a\nb" * 200
     (tmp_path / "text.txt").write_text(text)
-    monkeypatch.setattr(readers_module, "BLOCK", 10)
+    monkeypatch.setattr(cuts_module, "BLOCK", 10)
     corpus = make(tmp_path / "text.txt", tokenizer=tmp_path / "tokenizer.json")
     assert corpus["train"].read(0, len(corpus["train"])).tolist() == inner.encode(text).ids
     cut = [i for piece, _ in _cut([(text.encode(), True)]) for i in inner.encode(piece.decode()).ids]
@@ -249,4 +201,4 @@ def test_another_text_in_the_tokens_of_a_corpus(tmp_path: Path, kind: str) -> No
     assert second.tokenizer_name == first.tokenizer_name
     assert (second.vocab_size, second.end_id, second.mask_id) == (first.vocab_size, first.end_id, first.mask_id)
     text = second["train"].read(0, len(second["train"]) - 1).tolist()
-    assert first.tokenizer().decode(text) == (tmp_path / "two.txt").read_text()
+    assert first.tokenizer.decode(text) == (tmp_path / "two.txt").read_text()

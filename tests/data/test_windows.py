@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthen.data import Corpus, Windows
+from lengthen.data import Corpus, Tokens, Windows
 from lengthen.data.windows import _mix, _permutation
 
 
@@ -23,6 +23,8 @@ class Numbers:
 
     def __len__(self) -> int:
         return int(self.documents[-1])
+
+    document_starts = Tokens.document_starts
 
     def read(self, start: int, stop: int) -> np.ndarray:
         assert 0 <= start < stop <= len(self)
@@ -60,9 +62,9 @@ def test_every_world_size_shares_out_the_same_batch(
     shape: tuple[list[int], int, int, int], order: str, apart: bool, step: int
 ) -> None:
     lengths, length, batch, seed = shape
-    windows = Windows(Numbers(lengths), length=length, batch=batch, seed=seed, order=order, apart=apart)  # type: ignore[arg-type]
+    windows = Windows(Numbers(lengths), length=length, batch=batch, seed=seed, order=order, document_mask=apart)  # type: ignore[arg-type]
     whole = windows.batch(step)
-    fresh = Windows(Numbers(lengths), length=length, batch=batch, seed=seed, order=order, apart=apart)  # type: ignore[arg-type]
+    fresh = Windows(Numbers(lengths), length=length, batch=batch, seed=seed, order=order, document_mask=apart)  # type: ignore[arg-type]
     for world in (w for w in (1, 2, 4, 8) if batch % w == 0):
         parts = [fresh.batch(step, rank, world) for rank in range(world)]
         assert torch.equal(torch.cat([part.ids for part in parts]), whole.ids)
@@ -77,8 +79,8 @@ def test_documents_kept_apart_against_a_loop(shape: tuple[list[int], int, int, i
     owner = [number for number, size in enumerate(lengths) for _ in range(size)]
     first = {number: owner.index(number) for number in set(owner)}
     options = {"length": length, "batch": batch, "seed": seed, "order": order}
-    apart = Windows(Numbers(lengths), apart=True, **options).batch(step)  # type: ignore[arg-type]
-    joined = Windows(Numbers(lengths), apart=False, **options).batch(step)  # type: ignore[arg-type]
+    apart = Windows(Numbers(lengths), document_mask=True, **options).batch(step)  # type: ignore[arg-type]
+    joined = Windows(Numbers(lengths), document_mask=False, **options).batch(step)  # type: ignore[arg-type]
     assert joined.document_starts is None
     assert apart.document_starts is not None
     assert torch.equal(joined.ids, apart.ids)
@@ -155,7 +157,7 @@ def test_a_window_over_shards_and_the_smallest_split(corpus: Corpus) -> None:
         ({"length": 0}, "length: expected at least 1"),
         ({"batch": 2.0}, "batch: expected a whole number"),
         ({"order": "packed"}, "order: expected 'pack' or 'sample', got 'packed'; did you mean 'pack'"),
-        ({"apart": 1}, "apart: expected True or False"),
+        ({"document_mask": 1}, "document_mask: expected True or False"),
     ],
 )
 def test_wrong_options(corpus: Corpus, options: dict[str, object], said: str) -> None:

@@ -172,7 +172,7 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 def test_documents_that_were_trained_apart_are_scored_apart(corpus: Corpus, folder: Path) -> None:
     losses = {}
     for apart in (False, True):
-        out = run(folder / str(apart), corpus, data={"apart": apart})
+        out = run(folder / str(apart), corpus, data={"document_mask": apart})
         (one,) = evaluate(open_run(out), corpus, [protocol("nonoverlapping", 8, 8)])
         borders = len(corpus["validation"].documents) - 2 if apart else 0
         assert (one.document_mask, one.tokens) == (apart, one.targets - borders)

@@ -74,7 +74,7 @@ def test_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert make_corpus(tmp_path / "two", seed=1, documents=60).fingerprint != one.fingerprint
     assert sum(one.index.splits[name].documents for name in one.splits) == 60
     assert len(one["validation"]) > 0
-    start = one.tokenizer().decode(one["train"].read(0, 40))
+    start = one.tokenizer.decode(one["train"].read(0, 40))
     assert set(start) <= {*KEYS, *"".join(VALUES.values()), FILLER}
     main([str(tmp_path / "three"), "--documents", "60"])
     assert Corpus.open(tmp_path / "three").fingerprint == one.fingerprint

@@ -124,6 +124,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("norm_epsilon", float("nan"), r"^model.norm_epsilon: expected a finite number, got nan"),
     ("dropout", 1.0, r"^model.dropout: expected a fraction from 0 to below 1, got 1.0"),
     ("dropout", -0.1, r"^model.dropout: expected a fraction from 0 to below 1, got -0.1"),
+    ("activation_dropout", 1.0, r"^model.activation_dropout: expected a fraction from 0 to below 1, got 1.0"),
     ("dropout", "0.1", r"^model.dropout: expected a number, got '0.1'"),
     ("heads", 5, r"^model.heads: expected a number that divides width=24 \(or give head_dim\), got 5"),
     ("key_heads", 3, r"^model.key_heads: expected a number that divides heads=4, got 3"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lengthen import Bidirectional, Blockwise, Causal, Window, positions
+from lengthen import Bidirectional, Blockwise, Causal, Linear, Window, positions
 from lengthen.attention.masks import Mask
+from lengthen.config import load, presets
 from lengthen.model import IGNORED, ModelConfig, Transformer
 from lengthen.positions import xpos
 
@@ -66,6 +68,41 @@ def test_an_encoder_sees_both_sides(make: Make, method: str) -> None:
         changed = ids.clone()
         changed[:, place] = (ids[:, place] + 1) % 19
         assert ((model(changed) - before).abs().amax((0, 2)) > 1e-7).all()
+
+
+def mirrored(model: Transformer, ids: Tensor) -> bool:
+    """Return whether a reversed text gives the reversed output: then nothing tells left from right."""
+    return torch.allclose(model(ids.flip(1)), model(ids).flip(1), rtol=0, atol=1e-9)
+
+
+@every_method
+def test_an_encoder_tells_left_from_right(make: Make, method: str) -> None:
+    model = make(positions=method, kind="encoder")
+    assert mirrored(model, tokens(1, 12)) == (method in ("none", "sandwich"))  # which have no form that does
+    assert model.config.position_options == {}, "a default that is written down twice"
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("alibi", {"sides": "same"}),
+        ("alibi", {"sides": "same", "learned": True}),
+        ("t5", {"bidirectional": False}),
+        ("kerple", {"sides": "same"}),
+        ("kerple", {"sides": "same", "kind": "power"}),
+    ],
+)
+def test_an_encoder_s_method_is_as_it_was_asked_for(make: Make, method: str, options: dict[str, Any]) -> None:
+    assert mirrored(make(positions=method, kind="encoder", position_options=options), tokens(1, 12))
+    others = {key: value for key, value in options.items() if key not in ("sides", "bidirectional")}
+    assert not mirrored(make(positions=method, kind="encoder", position_options=others), tokens(1, 12))
+
+
+def test_composed_methods_of_an_encoder_have_two_sides_each(make: Make) -> None:
+    bias = make(positions="rotary+alibi", kind="encoder").method.bias(3)
+    assert isinstance(bias, Linear)
+    assert bias.ahead is not None
+    assert make(positions="rotary+alibi").method.bias(3).ahead is None  # type: ignore[union-attr]
 
 
 @every_method
@@ -155,15 +192,31 @@ def test_models_that_differ_in_positions_alone_start_alike(method: str) -> None:
         assert torch.equal(got[name], weight), name
 
 
-def test_weights_start_as_gpt2s() -> None:
-    model = Transformer(ModelConfig(vocab_size=500, layers=8, width=128, heads=4, train_length=40, tied=False))
+def test_how_weights_start() -> None:
+    model = Transformer(ModelConfig(vocab_size=500, layers=8, width=100, heads=4, train_length=40, tied=False))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             into_stream = "attention.out" in name or "feed_forward.down" in name
-            expected = 0.02 / 4 if into_stream else 0.02  # √(2·8) = 4
+            expected = 0.05 / 4 if into_stream else 0.05  # 1/(2·√100), and √(2·8) = 4
             assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
+        elif name == "norm.weight":
+            assert parameter.tolist() == [1.0, -1.0] * 50
         else:
             assert (parameter == (0 if name.endswith("bias") else 1)).all(), name
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_new_model_finds_all_tokens_as_likely(name: str) -> None:
+    """Whether the next token is any or the one just read: with tied weights the latter must be arranged for."""
+    vocabulary = 258 if name in ("tiny", "recall") else 16_384
+    config = load(name, {"model.layers": 1}, vocab_size=vocabulary).model
+    model = Transformer(config).eval()
+    different = torch.randint(vocabulary, (64, 5))
+    repeated = torch.randint(vocabulary, (64, 1)).expand(-1, 5)
+    for ids in (different, repeated):
+        with torch.no_grad():
+            total, _ = model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+        assert total.item() / (64 * 4) == pytest.approx(math.log(vocabulary), abs=0.3)
 
 
 def test_weights_can_be_drawn_again(make: Make) -> None:
@@ -221,12 +274,28 @@ def test_checkpointed_activations_change_nothing(make: Make, method: str) -> Non
     assert_same(runs[1], runs[0], rtol=1e-12, atol=1e-12)
 
 
-def test_dropout_is_for_training_alone(make: Make) -> None:
-    model, ids = make(dropout=0.5), tokens(1, 8)
+@pytest.mark.parametrize("key", ["dropout", "activation_dropout"])
+def test_dropout_is_for_training_alone(make: Make, key: str) -> None:
+    model, ids = make(**{key: 0.5}), tokens(1, 8)
     assert not torch.equal(model(ids), model(ids))
     model.eval()
     assert torch.equal(model(ids), model(ids))
-    torch.testing.assert_close(model(ids), make(dropout=0.0)(ids), rtol=0, atol=0)
+    torch.testing.assert_close(model(ids), make()(ids), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "swiglu"])
+def test_activation_dropout_is_after_the_activation(make: Make, activation: str) -> None:
+    layer = make(activation=activation, activation_dropout=0.4).blocks[0].feed_forward
+    seen: list[Tensor] = []
+    hook = layer.down.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    x = torch.randn(3, 50, 24, dtype=torch.float64)
+    layer.train()(x)
+    layer.eval()(x)
+    hook.remove()
+    dropped, whole = seen
+    kept = dropped != 0
+    torch.testing.assert_close(dropped[kept], whole[kept] / 0.6)
+    assert kept[whole != 0].double().mean().item() == pytest.approx(0.6, abs=0.05)
 
 
 @every_method

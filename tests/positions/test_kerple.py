@@ -10,8 +10,8 @@ from lengthen.positions import Kerple
 KINDS = pytest.mark.parametrize("kind", ["log", "power"])
 
 
-def make(kind: str, heads: int = 4) -> Kerple:
-    return Kerple(heads=heads, head_dim=8, width=32, kind=kind)
+def make(kind: str, heads: int = 4, sides: str = "same") -> Kerple:
+    return Kerple(heads=heads, head_dim=8, width=32, kind=kind, sides=sides)
 
 
 @KINDS
@@ -85,6 +85,48 @@ def test_distance_zero_alone_has_no_bias_and_no_gradient(kind: str) -> None:
     for parameter in method.parameters():
         assert parameter.grad is not None
         assert not parameter.grad.any()
+
+
+@KINDS
+def test_sides(kind: str) -> None:
+    same, separate = make(kind).bias(9), make(kind, sides="separate")
+    assert same.ahead is None
+    bias = separate.bias(9)
+    assert bias.ahead is not None
+    assert torch.equal(bias.values, same.values)
+    assert torch.equal(bias.ahead, same.values.flip(0))
+    assert bias.ahead[0, 9] > bias.values[0, 9]  # the head that looks near behind looks far ahead
+    for parameter in separate.parameters():  # each moves its own side alone
+        before, ahead = separate.bias(9).values, separate.bias(9).ahead
+        with torch.no_grad():
+            parameter += 0.1
+        moved = [not torch.equal(x, y) for x, y in zip((before, ahead), separate.bias(9).tensors, strict=True)]
+        assert moved == (
+            [True, False] if parameter is separate.raw_r1 or parameter is separate.raw_r2 else [False, True]
+        )
+
+
+@KINDS
+def test_gradients_of_both_sides_are_those_of_finite_differences(
+    kind: str, finite_difference: Callable[[nn.Parameter, Callable[[], Tensor]], Tensor]
+) -> None:
+    method = make(kind, sides="separate").double()
+    weights = torch.randn(4, 61, dtype=torch.float64)
+
+    def loss() -> Tensor:
+        return (method.bias(30).at(torch.arange(-30, 31)).tanh() * weights).sum()
+
+    loss().backward()
+    assert len(list(method.parameters())) == 4
+    for parameter in method.parameters():
+        expected = finite_difference(parameter, loss)
+        assert bool((expected != 0).all())
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_sides_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"kerple\.sides: expected 'same' or 'separate', got 'both'"):
+        make("log", sides="both")
 
 
 def test_kind_is_checked() -> None:

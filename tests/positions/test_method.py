@@ -28,6 +28,7 @@ LEARNED = [
     ("alibi", {"learned": True, "sides": "separate"}),
     ("kerple", {"kind": "log"}),
     ("kerple", {"kind": "power"}),
+    ("kerple", {"sides": "separate"}),
     ("learned", {"max_length": 64}),
     ("t5", {}),
     ("t5", {"bidirectional": True}),

@@ -170,3 +170,11 @@ def test_options_are_checked(kind: type[Rotation]) -> None:
         kind(**sizes, head_dim=8, base=1)
     with pytest.raises(ValueError, match=rf"{kind.name}\.pairs: expected 'halves' or 'neighbours', got 'neighbors'"):
         kind(**sizes, head_dim=8, pairs="neighbors")
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64], ids=str)
+def test_only_floating_point_is_turned(kind: type[Rotation], dtype: torch.dtype) -> None:
+    x = torch.ones(1, 2, 5, 64).to(dtype)
+    with pytest.raises(TypeError, match=rf"^x: expected a floating-point tensor, got a {dtype} tensor"):
+        kind(**SIZES).rotate(x, torch.arange(5))

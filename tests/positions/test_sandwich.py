@@ -10,7 +10,7 @@ SIZES = {"head_dim": 8, "width": 32}
 
 @pytest.mark.parametrize(("heads", "dim"), [(8, 128), (5, 64), (12, 2)])
 def test_is_the_product_of_two_sinusoidal_embeddings(heads: int, dim: int) -> None:
-    sinusoids = Sinusoidal(heads=1, head_dim=1, width=dim)
+    sinusoids = Sinusoidal(heads=1, head_dim=1, width=dim, amplitude=1)
     p = sinusoids.embed(torch.zeros(1, 300, dim, dtype=torch.float64), torch.arange(300))[0]
     product = p @ p.mT  # p_m·p_n
     compression = (8 / heads) * torch.arange(1, heads + 1, dtype=torch.float64)

@@ -121,6 +121,16 @@ def test_learned_gamma_has_the_gradient_of_finite_differences(
     torch.testing.assert_close(method.raw_gamma.grad, expected, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("gamma", "scale_base"),  # of these, Python rounds the lowest rate up, and torch down
+    [(0.0064105492343824715, 5.040561503200906), (0.0025371950845553817, 15.623683198844198)],
+)
+def test_the_floor_is_not_above_the_lowest_rate(gamma: float, scale_base: float) -> None:
+    decay = XPos(**{**SIZES, "head_dim": 64}, gamma=gamma, scale_base=scale_base).decay()
+    assert decay.floor is not None
+    assert 0 <= float(decay.rates.min()) - decay.floor < 1e-9
+
+
 @pytest.mark.parametrize("raw", [-30.0, 0.0, 40.0])
 def test_gamma_stays_in_range_whatever_is_learned(raw: float) -> None:
     method = XPos(**SIZES, learned_gamma=True)

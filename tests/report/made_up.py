@@ -91,12 +91,26 @@ def analyses(positions: str) -> dict[str, dict[str, Any]]:
                 "weight": [[[2.0 ** -(b / (h + 1)) / 3 for b in range(12)] for h in range(4)] for _ in range(2)],
             }
         ],
+        "induction": [
+            {
+                "length": n,
+                "sequences": 8 + 1024 // n,
+                "first": 4.5,
+                "second": 3.5 + slope * i,
+                "difference": -1.0 + slope * i,
+                "standard_error": 0.05,
+                "previous": [0.9, 0.2, 0.1 * i],
+                "induction": [0.01, 0.3 + slope / 9, 0.5],
+            }
+            for i, n in enumerate((32, 64, 128))
+        ],
         "recall": [
             {"distance": n, "accuracy": min(1.0, max(0.02, 1 - slope * i / 2)), "trials": 256}
             for i, n in enumerate(LENGTHS)
         ],
     }
     made: dict[str, dict[str, Any]] = {kind: {"kind": kind, **about, "rows": rows[kind]} for kind in rows}
+    made["induction"] |= {"device": "cpu", "precision": "float32", "version": "0.1.0"}  # others' files are older
     made["positions"]["curse"] = {"short": 64, "long": 1024, "gain": 0.2, "from_context": 0.05, "from_curse": 0.15}
     return made
 

@@ -19,7 +19,7 @@ from lengthen.report.lines import COLOURS
 def test_everything_of_a_run_is_read(report: Report) -> None:
     run = report.runs[0]
     assert (run.label, run.positions, run.train_length, run.model["layers"]) == ("alibi", "alibi", 64, 4)
-    assert set(run.analyses) == {"resolution", "positions", "reach", "distance", "recall"}
+    assert set(run.analyses) == {"resolution", "positions", "reach", "distance", "induction", "recall"}
     assert [curve.label for curve in report.curves][:2] == ["alibi", "alibi · blockwise 32"]
     assert [one.length for one in report.curves[0].records] == list(LENGTHS)
 

@@ -76,21 +76,39 @@ def test_the_same_runs_give_the_same_page(report: Report) -> None:
 def test_every_section_is_there_with_n_and_how_it_was_made(report: Report) -> None:
     text = html(report)
     page = Elements(text)
-    names = ["perplexity", "resolution", "positions", "reach", "distance", "recall", "speed", "runs", "papers"]
+    names = [
+        "perplexity",
+        "resolution",
+        "positions",
+        "reach",
+        "distance",
+        "induction",
+        "recall",
+        "speed",
+        "runs",
+        "papers",
+    ]
     assert [a["id"] for tag, a in page.found if tag == "section"] == names
     assert [a["href"] for tag, a in page.found if tag == "a"][: len(names)] == [f"#{name}" for name in names]
-    assert [a["data-chart"] for tag, a in page.found if tag == "figure"] == names[:7]
+    assert [a["data-chart"] for tag, a in page.found if tag == "figure"] == names[:8]
     captions = re.findall("<figcaption>(.*?)</figcaption>", text)
-    assert len(captions) == 7
+    assert len(captions) == 8
     assert all(caption.startswith("n = ") for caption in captions)
     assert sum(tag == "table" for tag, _ in page.found) == text.count("<div class=scroll")  # each folded, and scrolls
-    for kind, caption in zip(names[1:6], captions[1:6], strict=True):
+    for kind, caption in zip(names[1:7], captions[1:7], strict=True):
         made = (
-            f"Made by <code>lengthen analyse RUN --what {kind}</code>: checkpoint step-00002000, data 9f86d081884c7d65."
+            f"Made by <code>lengthen analyse RUN --what {kind}</code>: checkpoint step-00002000, data 9f86d081884c7d65"
         )
-        assert caption.endswith(made)
-    made = "Made by <code>lengthen eval RUN</code>: checkpoint step-00002000, data 9f86d081884c7d65, device cpu."
-    assert captions[0].endswith(made)
+        assert caption.endswith(f"{made}{', device cpu, precision float32, lengthen 0.1.0' * (kind == 'induction')}.")
+    assert captions[5].startswith("n = 40 / 24 / 16 sequences per point. Bars are one standard error.<br>")
+    made = "Made by <code>lengthen eval RUN</code>: checkpoint step-00002000, data 9f86d081884c7d65, device cpu, "
+    assert captions[0].endswith(made + "precision float32, lengthen 0.1.0.")
+
+
+def test_induction_is_drawn_at_the_length_that_is_read(report: Report) -> None:
+    rows = [row for row in points(report, "induction") if row["label"] == "alibi"]
+    assert [(row["x"], row["repeated"]) for row in rows] == [(64, "32"), (128, "64"), (256, "128")]
+    assert rows[0]["low"] == pytest.approx(rows[0]["y"] - 0.05)
 
 
 def test_it_opens_with_the_answer(report: Report) -> None:
@@ -143,7 +161,9 @@ def test_without_a_value_at_the_training_length_there_is_no_ratio(one: Callable[
 def test_a_section_without_numbers_is_left_out(tmp_path: Path) -> None:
     page = Elements(html(collect([write(tmp_path / "run", full=False)])))
     assert "perplexity" in {a.get("id") for _, a in page.found}
-    assert not {"resolution", "positions", "reach", "distance", "recall"} & {a.get("id") for _, a in page.found}
+    assert not {"resolution", "positions", "reach", "distance", "induction", "recall"} & {
+        a.get("id") for _, a in page.found
+    }
 
 
 def test_text_from_files_stays_text(tmp_path: Path) -> None:
@@ -211,6 +231,10 @@ def test_no_number_breaks_the_page(tmp_path_factory: Any, values: dict[str, Any]
         "positions": [{"length": length, "positions": [length], "loss": [values["loss"]], "count": [3]}],
         "reach": [{"length": length, "reach": [[values["loss"]]], "share": [[values["unigram"]]]}],
         "distance": [{"length": length, "distances": [0], "weight": [[[values["loss"]]]]}],
+        "induction": [
+            {"length": length, "sequences": 9, "first": 1.0, "second": 2.0, "difference": values["loss"]}
+            | {"standard_error": values["unigram"], "previous": [values["perplexity"]], "induction": [0.5]}
+        ],
         "recall": [{"distance": length, "accuracy": values["loss"], "trials": 3}],
     }
     for kind, some in rows.items():

@@ -16,6 +16,7 @@ from made_up import evaluation
 
 from lengthen.evaluation.errors import standard_error
 from lengthen.report import Report, Run, write_csv
+from lengthen.report.analyses import KINDS
 from lengthen.report.collect import Measurement, paired
 
 SEGMENTS = ("segment_losses", "segment_counts")
@@ -38,7 +39,8 @@ def analysis(run: Path, kind: str) -> dict[str, Any]:
 
 def test_evaluations_are_those_of_the_files(report: Report, runs: list[Path], tmp_path: Path) -> None:
     paths = write_csv(report, tmp_path / "csv")
-    names = ["evaluation", "resolution", "positions", "curse", "reach", "distance", "recall", "differences"]
+    names = ["evaluation", "resolution", "positions", "curse", "reach", "distance", "induction", "recall"]
+    names.append("differences")
     assert [path.name for path in paths] == [f"{name}.csv" for name in names]
     rows = iter(read(paths[0]))
     for run in runs:
@@ -66,7 +68,7 @@ def test_differences_are_paired(report: Report, tmp_path: Path) -> None:
 
 def test_analyses_are_those_of_the_files(report: Report, runs: list[Path], tmp_path: Path) -> None:
     write_csv(report, tmp_path)
-    of = {name: read(tmp_path / f"{name}.csv") for name in ("resolution", "positions", "reach", "distance", "recall")}
+    of = {name: read(tmp_path / f"{name}.csv") for name in KINDS}
 
     def numbers(name: str, column: str) -> list[float]:
         return [float(row[column]) for row in of[name]]
@@ -83,6 +85,14 @@ def test_analyses_are_those_of_the_files(report: Report, runs: list[Path], tmp_p
     assert numbers("distance", "weight") == [
         value for row in rows["distance"] for heads in row["weight"] for weights in heads for value in weights
     ]
+    for row in [row for row in of["induction"] if row["layer"]]:
+        assert (row["difference"], row["sequences"]) == ("", "")
+    of["induction"] = [row for row in of["induction"] if not row["layer"]]
+    for key in ("length", "sequences", "first", "second", "difference", "standard_error"):
+        assert numbers("induction", key) == [row[key] for row in rows["induction"]]
+    for key in ("previous", "induction"):
+        layers = [float(row[key]) for row in read(tmp_path / "induction.csv") if row["layer"]]
+        assert layers == [value for row in rows["induction"] for value in row[key]]
     for key in ("distance", "accuracy", "trials"):
         assert numbers("recall", key) == [row[key] for row in rows["recall"]]
     curse = read(tmp_path / "curse.csv")
@@ -91,7 +101,7 @@ def test_analyses_are_those_of_the_files(report: Report, runs: list[Path], tmp_p
 
 @given(value=st.floats(), length=st.integers(1, 2**40), name=st.text(max_size=20).filter(lambda s: "\0" not in s))
 def test_any_float_and_any_text_come_back(tmp_path_factory: Any, value: float, length: int, name: str) -> None:
-    name = name.encode("utf-8", "replace").decode().replace("\r", " ")
+    name = name.encode("utf-8", "replace").decode()
     record = measurement("alibi", length, loss=value, device=name)
     (path,) = write_csv(
         Report([Run("run", "alibi", 64, "alibi", evaluations=[record])]), tmp_path_factory.mktemp("csv")
@@ -99,7 +109,37 @@ def test_any_float_and_any_text_come_back(tmp_path_factory: Any, value: float, l
     (row,) = read(path)
     again = float(row["loss"])
     assert again == value or (math.isnan(again) and math.isnan(value))
-    assert (row["device"], row["length"]) == (name, str(length))
+    assert row["device"].removeprefix("'") == name.replace("\r", " ").removeprefix("'")
+    assert row["length"] == str(length)
+
+
+FORMULAS = (
+    "=1+1",
+    '=HYPERLINK("http://x.example","y")',
+    "+1+cmd|' /C calc'!A0",
+    "-2+3",
+    "@SUM(1)",
+    "\t=1",
+    "\r=1",
+    "＝1",
+)
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+def test_no_spreadsheet_runs_what_a_file_says(tmp_path: Path, text: str) -> None:
+    run = Run(text, text, 64, text, evaluations=[measurement(text, 64, device=text, checkpoint=text, loss=-1.5)])
+    (path,) = write_csv(Report([run]), tmp_path)
+    (row,) = read(path)
+    assert {row[key] for key in ("run", "positions", "device", "checkpoint")} == {f"'{text}".replace("\r", " ")}
+    assert row["loss"] == "-1.5"  # a number is no formula
+
+
+@pytest.mark.parametrize("text", ["-5", "+1e3", "alibi", "a=1", "'=1", ""])
+def test_other_text_is_as_it_was(tmp_path: Path, text: str) -> None:
+    (path,) = write_csv(
+        Report([Run("run", "alibi", 64, evaluations=[measurement("alibi", 64, device=text)])]), tmp_path
+    )
+    assert read(path)[0]["device"] == text
 
 
 def test_what_no_run_has_is_not_written(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def parts(work: Work) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
-@pytest.mark.parametrize("data", [{}, {"order": "sample"}, {"apart": True}], ids=["pack", "sample", "apart"])
+@pytest.mark.parametrize("data", [{}, {"order": "sample"}, {"document_mask": True}], ids=["pack", "sample", "mask"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_global_batch_is_the_same_for_any_number_of_processes(
     corpus: Corpus, kind: str, data: dict[str, Any], size: int
@@ -50,7 +50,7 @@ def test_the_global_batch_is_the_same_for_any_number_of_processes(
         whole = alone.of(step)
         shares = [batches(corpus, rank, size, kind=kind, **data).of(step) for rank in range(size)]
         joined = [torch.cat(rows) for rows in zip(*(parts(share) for share in shares), strict=True)]
-        assert len(joined) == (3 if data.get("apart") else 2)
+        assert len(joined) == (3 if data.get("document_mask") else 2)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(joined, parts(whole), strict=True))
         assert sum(share.scored.item() for share in shares) == whole.scored.item()
         assert whole.scored.item() == (whole.targets != IGNORED).sum().item()
@@ -85,11 +85,11 @@ def test_other_steps_and_seeds_hide_other_tokens(corpus: Corpus) -> None:
 
 def test_work_is_made_ahead_and_is_that_of_the_step(corpus: Corpus) -> None:
     for kind in ("decoder", "encoder"):
-        made = batches(corpus, kind=kind, apart=True)
+        made = batches(corpus, kind=kind, document_mask=True)
         seen = []
         for step, work in made(5, 9):
             seen.append(step)
-            again = batches(corpus, kind=kind, apart=True).of(step)
+            again = batches(corpus, kind=kind, document_mask=True).of(step)
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(parts(work), parts(again), strict=True))
         assert seen == [5, 6, 7, 8]
     assert list(batches(corpus)(4, 4)) == []
@@ -112,7 +112,7 @@ def test_an_error_while_reading_ahead_is_raised(corpus: Corpus, monkeypatch: pyt
 
 
 def test_passes_are_all_rows_once(corpus: Corpus) -> None:
-    work = batches(corpus, apart=True).of(0)
+    work = batches(corpus, document_mask=True).of(0)
     for rows, sizes in ((3, [3, 3, 2]), (8, [8]), (100, [8]), (1, [1] * 8)):
         found = list(work.passes(rows))
         assert [ids.shape[0] for ids, _, _ in found] == sizes

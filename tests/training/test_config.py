@@ -93,12 +93,13 @@ def tables(draw: st.DrawFn) -> dict[str, Any]:
                 "positions": st.sampled_from([*positions.names(), "rotary+alibi"]),
                 "kind": st.sampled_from(["decoder", "encoder"]),
                 "dropout": st.floats(0, 1, exclude_max=True),
+                "activation_dropout": st.floats(0, 1, exclude_max=True),
                 "tied": st.booleans(),
                 "key_heads": st.sampled_from([1, 2, 4]),
                 "norm_epsilon": st.floats(1e-12, 1),
             }
         ),
-        "data": some({"order": st.sampled_from(["pack", "sample"]), "apart": st.booleans()}),
+        "data": some({"order": st.sampled_from(["pack", "sample"]), "document_mask": st.booleans()}),
         "train": some(
             {
                 "steps": st.integers(1, 10**6),

@@ -10,7 +10,7 @@ import torch
 from lengthen import positions
 from lengthen.config import OptimizerConfig
 from lengthen.model import ModelConfig, Transformer
-from lengthen.training.optimizer import adamw
+from lengthen.training.optimizer import adamw, set_lr
 
 SIZES: dict[str, Any] = {"vocab_size": 19, "layers": 2, "width": 24, "heads": 4, "train_length": 40}
 
@@ -35,8 +35,10 @@ def test_matrices_decay_and_nothing_else(method: str, options: dict[str, Any], t
     made = model(positions=method, position_options=options, tied=tied)
     optimizer = adamw(made, OptimizerConfig(weight_decay=0.3))
     names = {id(parameter): name for name, parameter in made.named_parameters()}
-    decayed, free = ({names[id(p)] for p in group["params"]} for group in optimizer.param_groups)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    groups = optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.3, *[0.0] * (len(groups) - 1)]
+    decayed, *others = ({names[id(p)] for p in group["params"]} for group in groups)
+    free = set().union(*others)
     expected = {"embedding.weight"} | (set() if tied else {"output.weight"})
     for layer in range(2):
         for part in ("attention.qkv", "attention.out", "feed_forward.up", "feed_forward.down"):
@@ -52,6 +54,26 @@ def test_its_numbers_are_the_configs() -> None:
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (0.02, (0.8, 0.9), 1e-6)
         assert group["fused"]
+
+
+@pytest.mark.parametrize(("method", "options"), [("t5", {}), ("alibi", {"learned": True}), ("learned+t5", {})], ids=str)
+def test_what_a_method_learns_takes_larger_steps_by_its_factor(method: str, options: dict[str, Any]) -> None:
+    made = model(positions=method, position_options=options)
+    before = {name: parameter.detach().clone() for name, parameter in made.named_parameters()}
+    optimizer = adamw(made, OptimizerConfig(lr=0.5, weight_decay=0.0, method_lr_factor=4.0))
+    set_lr(optimizer, 0.01)
+    for parameter in made.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # AdamW's first moves every number by lr
+    for name, parameter in made.named_parameters():
+        step = 0.04 if name.startswith("method.") else 0.01
+        torch.testing.assert_close(
+            before[name] - parameter.detach(), torch.full_like(parameter, step), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_a_method_that_learns_nothing_has_no_group() -> None:
+    assert [group["lr_factor"] for group in adamw(model(), OptimizerConfig()).param_groups] == [1.0, 1.0]
 
 
 def test_without_a_gradient_only_decay_moves_a_weight() -> None:

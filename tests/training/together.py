@@ -24,7 +24,8 @@ MODES = ("replicate", "shard", "hybrid")
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "t5": {"model__positions": "t5", "train__micro_batch": 1},  # several passes a step, and a learned bias
-    "apart": {"data__apart": True, "model__positions": "rotary"},  # targets that are not scored, unevenly
+    # Targets that are not scored, unevenly.
+    "mask": {"data__document_mask": True, "model__positions": "rotary"},
     "encoder": {"model__kind": "encoder"},
 }
 

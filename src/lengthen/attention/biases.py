@@ -56,10 +56,11 @@ class Linear:
             if name == "ahead" and slopes is None:
                 continue
             checked = wide_tensor(f"Linear.{name}", slopes, (1,))
-            if can_look(checked) and bool((checked < 0).any()):
-                worst = checked.min().item()
+            low, high = map(float, checked.detach().aminmax()) if can_look(checked) and checked.numel() else (0.0, 0.0)
+            if not (low >= 0 and high < torch.inf):  # of a NaN, both are NaN
                 raise ValueError(
-                    f"Linear.{name}: expected slopes of at least 0 (the minus sign is the bias's), got {worst}"
+                    f"Linear.{name}: expected finite slopes of at least 0 (the minus sign is the bias's), "
+                    f"got {high if low >= 0 else low}"
                 )
         if self.ahead is not None and self.ahead.shape != self.slopes.shape:
             raise ValueError(

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from lengthen.attention.biases import Bias
-from lengthen.attention.checks import on_device
+from lengthen.attention.checks import can_look, on_device
 from lengthen.attention.masks import Causal, Mask, positions
 from lengthen.checks import describe
 
@@ -50,7 +50,8 @@ class Ball:
     centre `[batch, key_heads, head_dim]` is of the keys' dtype, so that products take it as it is; radius
     `[batch, key_heads]` is float32 at least, and widened by more than rounding can hide in it. `keys` is how many keys
     it is of: a call refuses a ball of fewer or of more. Make one with `around`, and keep it up with `appended` as keys
-    are added to the end, or with `replaced` as keys are written over others. It only ever grows.
+    are added to the end, or with `replaced` as keys are written over others. It only ever grows. Around
+    keys that are NaN or ∞ the radius is ∞, which bounds nothing: everything is read.
 
     >>> import torch, lengthen
     >>> k, new = torch.randn(1, 8, 1000, 64), torch.randn(1, 8, 1, 64)
@@ -64,11 +65,18 @@ class Ball:
     keys: int
 
     def __post_init__(self) -> None:
+        for name, value in (("centre", self.centre), ("radius", self.radius)):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"Ball.{name}: expected a tensor (Ball.around(k) makes a ball), got {describe(value)}")
+            if can_look(value) and bool(value.isnan().any()):  # kernels would take the largest of it and 0 for 0
+                raise ValueError(f"Ball.{name}: expected numbers (a radius of ∞ bounds nothing), got nan")
         if self.radius.dtype != torch.promote_types(self.centre.dtype, torch.float32):
             raise TypeError(
                 f"Ball.radius: expected float32, or float64 for float64 keys, got {describe(self.radius)} and a centre "
                 f"that is {describe(self.centre)}"
             )
+        if can_look(self.radius) and bool((self.radius < 0).any()):
+            raise ValueError(f"Ball.radius: expected at least 0, got {self.radius.min().item()}")
 
     @classmethod
     def around(cls, k: Tensor, centred: bool = True) -> Ball:
@@ -78,6 +86,7 @@ class Ball:
         k = k.detach()
         if centred and k.shape[2]:
             centre = k.mean(dim=2, dtype=compute).to(k.dtype)
+            centre = centre.where(centre.isfinite(), 0)
         else:
             centre = k.new_zeros(*k.shape[:2], k.shape[3])
         return cls(centre, centre.new_zeros(k.shape[:2], dtype=compute), k.shape[2]).replaced(k)
@@ -96,7 +105,7 @@ class Ball:
             if part.shape[2]:
                 away = torch.linalg.vector_norm(part.to(radius.dtype) - centre.unsqueeze(2), dim=-1).amax(-1)
                 radius = torch.maximum(radius, away + slack * (away + centre.norm(dim=-1)))
-        return replace(self, radius=radius)
+        return replace(self, radius=radius.nan_to_num(nan=torch.inf, posinf=torch.inf))
 
     def appended(self, k: Tensor) -> Ball:
         """Return the ball of the keys that it was of and of these after them."""

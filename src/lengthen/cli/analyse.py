@@ -5,6 +5,8 @@
                tokens' curse fading
   reach        ALiBi: how many keys back each head must look, and the share of the score matrix that is
   distance     how much of its attention each head spends at which distance
+  induction    does it copy n random tokens that it reads a second time, and have its layers the heads for it; --lengths
+               are n
   recall       for a model trained on recall (configs/recall.toml): how often it finds a value at growing distances;
                --lengths are the distances, and no data is needed
 
@@ -37,9 +39,10 @@ OPTIONS = {  # of each analysis, among the arguments
     "positions": ("split", "tokens", "stride"),
     "reach": ("split", "tokens"),
     "distance": ("split", "tokens"),
+    "induction": ("split", "tokens", "seed"),
     "recall": ("trials", "seed"),
 }
-Name = Literal["resolution", "positions", "reach", "distance", "recall"]
+Name = Literal["resolution", "positions", "reach", "distance", "induction", "recall"]
 NAMES: tuple[Name, ...] = get_args(Name)
 USUAL = NAMES[:-1]
 
@@ -51,14 +54,16 @@ class Arguments:
     run_folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]  # a run's folder, or a checkpoint's
     data: Path | None = None  # token shards; none: those that the model was trained on
     what: list[Name] | None = None  # none: all but recall, and reach for ALiBi alone
-    lengths: list[int] | None = None  # tokens read at once; none: the training length times 1, 2, 4, 8, 16
+    lengths: list[int] | None = (
+        None  # tokens read at once; none: the training length times 1, 2, 4, 8, 16, as far as fit
+    )
     tokens: int = 16_384  # of the text to read
     split: str = "validation"  # of the corpus
     blockwise: bool = False  # resolution: with blockwise attention too
     block: int | None = None  # its block; none: half the training length
     stride: int | None = None  # positions: of sliding windows; none: the shortest length / 8
     trials: int = 256  # recall: questions
-    seed: int = 0  # recall: other questions
+    seed: int = 0  # induction, recall: other sequences, other questions
     device: str | None = None  # cpu, cuda or cuda:1; none: cuda where there is one
 
 
@@ -66,24 +71,24 @@ def run(arguments: Arguments) -> int:
     """Analyse, with progress; write the results, and end with short tables."""
     from lengthen.cli.evaluate import whole_numbers
     from lengthen.evaluation import open_run
-    from lengthen.evaluation.analyses import ANALYSES, fitting_lengths, write
+    from lengthen.evaluation.analyses import ANALYSES, LENGTHS, fitting_lengths, write
     from lengthen.training.parallel import pick_device
 
     asked = wanted(arguments.what)
     given = whole_numbers("--lengths", arguments.lengths) if arguments.lengths is not None else None
-    for name in ("tokens", "trials", "block", "stride"):
+    for name, least in (("tokens", 1), ("trials", 1), ("block", 1), ("stride", 1), ("seed", 0)):
         value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name}: expected a whole number of at least 1, got {value}")
+        if value is not None and value < least:
+            raise ValueError(f"--{name}: expected a whole number of at least {least}, got {value}")
     subject = open_run(arguments.run_folder, device=pick_device(arguments.device))
     corpus = _corpus(arguments.data, asked, subject)
-    names = _fitting(asked, subject, said=arguments.what is not None)
-    texts = {name: None if name == "recall" else corpus for name in names}
-    lengths = {name: fitting_lengths(subject, texts[name], arguments.split, given) for name in names}
+    text = None if corpus is None else corpus[arguments.split]
+    names = _fitting(asked, subject, given, said=arguments.what is not None)
+    lengths = {name: fitting_lengths(subject, LENGTHS[name], text, given) for name in names}
     for name in names:
         options = {option: getattr(arguments, option) for option in OPTIONS[name]}
         with show_progress(unit="tokens") as progress:
-            found = ANALYSES[name].analyse(subject, texts[name], lengths[name], progress=progress, **options)
+            found = ANALYSES[name].analyse(subject, corpus, lengths[name], progress=progress, **options)
         path = write(subject.folder, found)
         print()
         for line in ANALYSES[name].table(found):
@@ -109,11 +114,14 @@ def _corpus(directory: Path | None, asked: list[str], subject: Subject) -> Corpu
     return corpus
 
 
-def _fitting(asked: list[str], subject: Subject, said: bool) -> list[str]:
+def _fitting(asked: list[str], subject: Subject, given: list[int] | None, said: bool) -> list[str]:
     """Refuse an analysis that the model has nothing for; if it was not asked for by name, leave it out."""
-    from lengthen.evaluation.analyses import reach
+    from lengthen.evaluation.analyses import LENGTHS, reach
 
-    if "reach" in asked and (said or reach.bounded(subject.model)):
-        reach.refuse_unbounded(subject.model)
+    if said:
+        if "reach" in asked:
+            reach.refuse_unbounded(subject.model)
         return asked
-    return [name for name in asked if name != "reach"]
+    longest, read = subject.model.config.longest, LENGTHS["induction"].read(max(given or [0]))
+    fits = {"reach": reach.bounded(subject.model), "induction": longest is None or read <= longest}
+    return [name for name in asked if fits.get(name, True)]

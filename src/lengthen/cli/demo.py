@@ -42,7 +42,7 @@ class Arguments:
     out: Path = Path("demo")  # where everything goes
     methods: list[str] = field(default_factory=lambda: list(METHODS))  # position methods
     steps: int = 120  # of training, for each method
-    tokens: int = 16_384  # scored at each length
+    tokens: int = 65_536  # scored at each length
     seed: int = 0  # of weights and data
     data: Path | None = None  # token shards of your own; none: the default corpus
 
@@ -83,7 +83,7 @@ def config_of(method: str, steps: int, seed: int) -> Config:
     """Return the preset `tiny` with this method."""
     from lengthen.training import load
 
-    overrides = {"model.positions": method, "train.steps": steps, "train.seed": seed}
+    overrides = {"model.positions": method, "train.steps": steps, "train.seed": seed, "schedule.warmup": steps // 10}
     return load(
         "tiny", overrides | {"evaluation.every": 0, "checkpoint.every": 0, "checkpoint.keep": 1}, vocab_size=258
     )

@@ -23,7 +23,7 @@ VERBS = {
     "prepare": "turn text into token shards",
     "train": "train a model from a preset and token shards",
     "eval": "measure perplexity at any length, and how far a model can be stretched",
-    "analyse": "look inside: resolution, loss by position, reach, attention by distance, recall",
+    "analyse": "look inside: resolution, loss by position, reach, attention by distance, induction, recall",
     "report": "put runs on one page: curves, tables, how each number was made",
 }
 

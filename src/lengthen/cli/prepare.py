@@ -29,6 +29,7 @@ import tyro
 
 from lengthen.cli.progress import amount, duration, show_progress
 
+SHOWN = 10  # files that were skipped, of which the first are named
 OWN = ("out", "sources", "default", "validation", "separator")  # the other arguments are options of `prepare`
 
 
@@ -51,6 +52,9 @@ class Arguments:
     text_key: str | None = None  # where JSON lines, parquet and datasets have the text; none: text
     separator: str | None = None  # what stands between documents, escapes allowed: '\0'
     split_before: str | None = None  # a regular expression: a line that matches begins a new document
+    encoding: str | None = None  # of text files, by Python's name for it; none: utf-8
+    skip_bad: bool = False  # leave out files that cannot be read, and say which
+    follow_links: bool = False  # read links that lead out of the folder that was named
     seed: int | None = None  # another choice of validation documents; none: 0
     workers: int | None = None  # threads that encode; none: one per core
     shard_tokens: int | None = None  # tokens in a shard; none: 134217728
@@ -88,7 +92,11 @@ def run(arguments: Arguments) -> int:
             f"  {name:<12}{split.documents:>10,} documents{split.tokens:>16,} tokens"
             f"{amount(split.text_bytes):>12} of text{per:>8.2f} bytes a token"
         )
-    print(f"  tokenizer   {corpus.tokenizer().name}, {corpus.vocab_size:,} ids")
+    print(f"  tokenizer   {corpus.tokenizer.name}, {corpus.vocab_size:,} ids")
+    for name, reason in corpus.skipped[:SHOWN]:
+        print(f"  skipped     {name}: {reason}")
+    if len(corpus.skipped) > SHOWN:
+        print(f"  skipped     {len(corpus.skipped) - SHOWN:,} more: see {corpus.index.sources.file}")
     print("\nNext: " + shlex.join(["lengthen", "train", "tiny", "--data", str(corpus.directory)]))
     return 0
 

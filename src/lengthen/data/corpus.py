@@ -21,8 +21,9 @@ except ImportError as problem:  # the base install is torch alone
     raise ImportError(f'lengthen.data needs numpy: pip install "lengthen[data]" ({problem})') from None
 
 from lengthen.checks import nearest
+from lengthen.data.checksums import Progress, wrong_files
 from lengthen.data.tokenizer import Tokenizer
-from lengthen.io import build, read_json
+from lengthen.io import build, read_json, read_lines
 
 FORMAT, VERSION = "lengthen tokens", 1
 INDEX = "index.json"
@@ -101,15 +102,18 @@ class Index:
         if (self.tokenizer.kind == "bytes") != (self.tokenizer.file is None):
             raise ValueError(f"tokenizer: expected a file, but none for 'bytes', got {self.tokenizer}")
         for name, split in self.splits.items():
+            if min(split.tokens, split.documents, *(shard.tokens for shard in split.shards)) < 1:
+                raise ValueError(f"splits.{name}: expected at least one token in each shard, and one document")
             if sum(shard.tokens for shard in split.shards) != split.tokens:
                 raise ValueError(f"splits.{name}: the shards do not add up to {split.tokens} tokens")
             sizes = [(shard, shard.tokens * width) for shard in split.shards]
             for file, size in [*sizes, (split.documents_file, split.documents * 3 * 8)]:
                 if file.bytes != size:
                     raise ValueError(f"splits.{name}: expected {size} bytes for {file.file}, got {file.bytes}")
-        for file in self.files():
-            if Path(file.file).name != file.file:
-                raise ValueError(f"file: expected a name in this folder, got {file.file!r}")
+        names = [file.file for file in self.files()]
+        for named in names:
+            if Path(named).name != named or "\0" in named or names.count(named) > 1:
+                raise ValueError(f"file: expected a name in this folder, another for each, got {named!r}")
 
     def files(self) -> list[File]:
         """Return every file that the index names."""
@@ -138,12 +142,6 @@ def fitting_dtype(vocab_size: int, dtype: Dtype | None, where: str) -> Dtype:
         many = f"the vocabulary of {where} has {vocab_size}"
         raise ValueError(f"dtype: uint16 tells 65536 ids apart, but {many}; expected 'uint32'")
     return dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")
-
-
-def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Tokens:
@@ -175,12 +173,14 @@ class Tokens:
         return np.concatenate([np.zeros(0, dtype=np.int64), *taken], dtype=np.int64)
 
     def document_starts(self, start: int, stop: int) -> Ints:
-        """Return where the document of each of tokens start … stop − 1 starts, counted from `start`; 0 if before it."""
-        low, high = np.searchsorted(self.documents, [start + 1, stop], side="left")
-        borders = self.documents[low:high] - start
-        begins = np.zeros(stop - start, dtype=np.int64)
-        begins[borders] = borders
-        return np.maximum.accumulate(begins)
+        """Return for tokens start … stop − 1 where each one's document starts, from `start` on; 0: there or before."""
+        if not 0 <= start <= stop <= len(self):
+            raise ValueError(f"start, stop: expected 0 ≤ start ≤ stop ≤ {len(self)}, got {start} and {stop}")
+        low, high = np.searchsorted(self.documents, [start, stop], side="left")
+        inside = self.documents[low:high] - start
+        starts = np.zeros(stop - start, dtype=np.int64)
+        starts[inside] = inside
+        return np.maximum.accumulate(starts)
 
     @cached_property
     def documents(self) -> Ints:
@@ -203,10 +203,13 @@ class Corpus:
         self._tokens: dict[str, Tokens] = {}
 
     @classmethod
-    def open(cls, directory: str | Path, verify: bool = False) -> Corpus:
-        """Open a folder that `prepare` finished; check its index and the size of every file, or all with `verify`."""
+    def open(cls, directory: str | Path, verify: bool = False, progress: Progress | None = None) -> Corpus:
+        """Open a folder that `prepare` finished, and check that its files are whole.
+
+        Their sizes are compared always, their checksums once and again when they change, or all with `verify`.
+        """
         corpus = cls(Path(directory), Index.read(Path(directory)))
-        corpus.verify(checksums=verify)
+        corpus.verify(anew=verify, progress=progress)
         return corpus
 
     @property
@@ -242,14 +245,21 @@ class Corpus:
         """What tells this tokenizer from others: the sha256 of its file, or "bytes"."""
         return self.index.tokenizer.sha256 or self.index.tokenizer.kind
 
+    @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer that the tokens were made with."""
+        """The tokenizer that the tokens were made with."""
         said = self.index.tokenizer
         tokenizer = Tokenizer(None if said.file is None else self.directory / said.file, said.kind)
         tokenizer.end_id, tokenizer.mask_id = self.end_id, self.mask_id
         return tokenizer
 
-    def verify(self, checksums: bool = True) -> None:
+    @cached_property
+    def skipped(self) -> list[tuple[str, str]]:
+        """The names of sources that could not be read, and why; `prepare` with `skip_bad` left them out."""
+        lines = read_lines(self.directory / self.index.sources.file, dict)
+        return [(str(line.get("name")), str(line["skipped"])) for line in lines if "skipped" in line]
+
+    def verify(self, anew: bool = True, progress: Progress | None = None) -> None:
         """Compare the size and the sha256 of every file with the index; an error names the first that differs."""
         for said in self.index.files():
             path = self.directory / said.file
@@ -260,5 +270,7 @@ class Corpus:
                 how = "truncated" if size < said.bytes else "altered"
                 expected = f"expected {said.bytes} bytes, got {size}"
                 raise ValueError(f"{path}: {expected}; the file was {how}: prepare the corpus again")
-            if checksums and sha256_of(path) != said.sha256:
-                raise ValueError(f"{path}: its sha256 is not that of {INDEX}; the file was altered: prepare it again")
+        sums = {said.file: said.sha256 for said in self.index.files()}
+        for name in wrong_files(self.directory, sums, anew=anew, progress=progress):
+            path = self.directory / name
+            raise ValueError(f"{path}: its sha256 is not that of {INDEX}; the file was altered: prepare it again")

@@ -12,8 +12,9 @@ checksums tell whether it was altered since:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lengthen.data.corpus import WIDTH, File, Shard, Split, sha256_of
-from lengthen.data.readers import Piece
+from lengthen.data.checksums import sha256_of
+from lengthen.data.corpus import WIDTH, File, Ints, Shard, Split
+from lengthen.data.cuts import BLOCK
+from lengthen.data.documents import Part
 from lengthen.data.tokenizer import Tokenizer
-from lengthen.io import naming, whole, write_bytes
+from lengthen.io import naming, whole
+
+LONG = threading.BoundedSemaphore(2)  # of long texts, which take a quarter of a GB each, so many are encoded at once
 
 
-def encode_part(path: Path, part: Sequence[Piece], tokenizer: Tokenizer, dtype: str) -> int:
+def encode_part(path: Path, part: Part, tokenizer: Tokenizer, dtype: str) -> int:
     """Encode pieces and write them, unless that was done before; return the bytes of text."""
-    size = sum(len(piece) for piece, _ in part)
+    size = sum(len(piece) for piece, _, _ in part)
     with suppress(FileNotFoundError, ValueError):
         _read_part(path)
         return size
@@ -37,17 +42,18 @@ def encode_part(path: Path, part: Sequence[Piece], tokenizer: Tokenizer, dtype: 
     end = np.array([] if tokenizer.end_id is None else [tokenizer.end_id], dtype=little_endian)
     rows = np.zeros((len(part), 4), dtype=np.int64)
     arrays: list[npt.NDArray[Any]] = []
-    for number, (piece, ends) in enumerate(part):
+    for number, (piece, ends, inside) in enumerate(part):
         text = piece.decode()
-        ids = np.frombuffer(piece, dtype=np.uint8) if tokenizer.name == "bytes" else tokenizer.encode(text)
+        with LONG if len(piece) > BLOCK else nullcontext():
+            ids = np.frombuffer(piece, dtype=np.uint8) if tokenizer.name == "bytes" else tokenizer.encode(text)
         arrays += [np.asarray(ids, dtype=little_endian), end if ends else end[:0]]
-        rows[number] = (len(arrays[-2]) + len(arrays[-1]), len(piece), len(text.split()), ends)
+        rows[number] = (len(arrays[-2]) + len(arrays[-1]), len(piece), len(text.split()) - inside, ends)
     with whole(path) as partial, partial.open("wb") as file:
         np.savez(file, pieces=rows, tokens=np.concatenate(arrays))
     return size
 
 
-def _read_part(path: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+def _read_part(path: Path) -> tuple[Ints, npt.NDArray[Any]]:
     """Return a part's pieces and tokens."""
     try:
         with np.load(path) as part:
@@ -64,36 +70,44 @@ def join_parts(
     """Write the shards and the documents of each split into `out`."""
     splits, done, total = {}, 0, sum(path.stat().st_size for paths in parts.values() for path in paths)
     for name, paths in parts.items():
-        work, tables, position = paths[0].parent, [], 0
-        for path in paths:
-            table, tokens = _read_part(path)
-            tables.append(table)
-            while len(tokens):
-                number, start = divmod(position, shard_tokens)
-                now, shard = tokens[: shard_tokens - start], work / f"{name}.{number}.shard"
-                with naming(shard), shard.open("ab" if start else "wb") as file:
-                    file.write(now.data)
-                position, tokens = position + len(now), tokens[len(now) :]
-            done += path.stat().st_size
-            progress("writing", done, total)
+        work, position = paths[0].parent, 0
+        count, sums, begun = 0, np.zeros(3, dtype=np.int64), np.zeros(3, dtype=np.int64)
+        with naming(work / "documents"), (work / "documents").open("wb") as table:
+            for path in paths:
+                rows, tokens = _read_part(path)
+                documents, begun = _documents(rows, begun)
+                table.write(documents.astype("<i8").tobytes())
+                count, sums = count + len(documents), sums + documents.sum(axis=0)
+                while len(tokens):
+                    number, start = divmod(position, shard_tokens)
+                    now, shard = tokens[: shard_tokens - start], work / f"{name}.{number}.shard"
+                    with naming(shard), shard.open("ab" if start else "wb") as file:
+                        file.write(now.data)
+                    position, tokens = position + len(now), tokens[len(now) :]
+                done += path.stat().st_size
+                progress("writing", done, total)
         shards = [
             publish(work / f"{name}.{i}.shard", out, f"{name}.{i:05d}", "bin")
             for i in range(-(-position // shard_tokens))
         ]
-        rows = np.concatenate(tables)
-        first = np.flatnonzero(np.concatenate([[1], rows[:-1, 3]]))  # of each document's pieces
-        documents = np.add.reduceat(rows[:, :3], first, axis=0)
-        write_bytes(work / "documents", documents.astype("<i8").tobytes())
-        size, text_bytes, words = (int(column) for column in documents.sum(axis=0))
+        size, text_bytes, words = sums.tolist()
         splits[name] = Split(
             size,
-            len(documents),
+            count,
             text_bytes,
             words,
             [Shard(**asdict(shard), tokens=shard.bytes // WIDTH[dtype]) for shard in shards],
             publish(work / "documents", out, f"{name}.documents", "bin"),
         )
     return splits
+
+
+def _documents(rows: Ints, begun: Ints) -> tuple[Ints, Ints]:
+    """Return tokens, bytes and words of the documents that end among these pieces, and those of the one begun."""
+    first = np.flatnonzero(np.concatenate([[1], rows[:-1, 3]]))  # of each document's pieces
+    documents = np.add.reduceat(rows[:, :3], first, axis=0)
+    documents[0] += begun
+    return (documents, np.zeros_like(begun)) if rows[-1, 3] else (documents[:-1], documents[-1])
 
 
 def publish(path: Path, out: Path, stem: str, ending: str) -> File:

@@ -28,8 +28,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lengthen.checks import whole_number
+from lengthen.checks import flag, whole_number
 from lengthen.data import documents
+from lengthen.data.checksums import sha256_of
 from lengthen.data.corpus import (
     FORMAT,
     INDEX,
@@ -40,16 +41,16 @@ from lengthen.data.corpus import (
     SourceList,
     TokenizerFile,
     fitting_dtype,
-    sha256_of,
 )
 from lengthen.data.documents import Documents, Progress
 from lengthen.data.parts import encode_part, join_parts, publish
-from lengthen.data.settings import Settings, check_validation, find_tokenizer
+from lengthen.data.settings import Settings, check_encoding, check_validation, find_tokenizer
 from lengthen.data.sources import Source, expand
 from lengthen.data.tokenizer import Tokenizer, train
 from lengthen.io import build, read_lines, sync_folder, write_json, write_lines
 
 SAMPLE_BYTES = 64 << 20  # what a BPE is trained on; more changes little but the time
+LAYOUT = 2  # of parts: counted up when other pieces go into a part, so that those of an older version are not used
 OWN_NAMES = re.compile(r".+\.[0-9a-f]{12}\.(bin|json|jsonl)|\.index\.json\.[0-9a-f]{16}\.partial")
 
 
@@ -66,6 +67,9 @@ def prepare(
     text_key: str = "text",
     separator: str | None = None,
     split_before: str | None = None,
+    encoding: str = "utf-8",
+    skip_bad: bool = False,
+    follow_links: bool = False,
     workers: int | None = None,
     seed: int = 0,
     shard_tokens: int = Settings.shard_tokens,
@@ -94,17 +98,19 @@ def prepare(
         "split_before": split_before,
         "shard_tokens": shard_tokens,
         "dtype": dtype,
+        "encoding": check_encoding(encoding),
     }
     settings = build(Settings, asked)
     fitting_dtype(settings.vocab_size or 1, settings.dtype, f"tokenizer={kind!r}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = whole_number("workers", cores if workers is None else workers, at_least=1)
-    files = expand(sources, held_out)
+    skip_bad = flag("skip_bad", skip_bad)
+    files = expand(sources, held_out, follow_links=flag("follow_links", follow_links), skip_bad=skip_bad)
     fraction = check_files(files, Path(out), settings, fraction, given=validation is not None)
-    run = Run(settings, tokenizer_file, files, Path(out), workers, progress or (lambda stage, done, total: None))
+    run = Run(settings, tokenizer_file, files, Path(out), workers, skip_bad, progress or (lambda *said: None))
     corpus = run.existing(force)
     if corpus is None:
-        found = Documents(files, settings, fraction, run.progress)
+        found = Documents(run.readable, settings, fraction, run.progress, skip_bad=skip_bad)
         with work_folder(run.out) as work:
             return run.make(work, found)
     run.progress("unchanged", 0, 0)
@@ -118,11 +124,12 @@ def check_files(files: list[Source], out: Path, settings: Settings, fraction: fl
     """Check the options against the files; return the fraction of the train documents that go to validation."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"out: expected a folder, got the file {out}")
-    for key in ("separator", "split_before"):
+    for key in ("separator", "split_before", "encoding"):
         if getattr(settings, key) is not None and all(file.kind != "text" for file in files):
-            raise ValueError(f"{key}: splits text files, but there is none among the sources")
+            raise ValueError(f"{key}: is for text files, but there is none among the sources")
+    real_out = os.path.join(os.path.realpath(out), "")
     for file in files:
-        if out.resolve() in file.path.resolve().parents:
+        if file.real.startswith(real_out):
             raise ValueError(f"out: expected a folder apart from the sources, but {file.path} lies in {out}")
     if not any(file.split == "train" for file in files):
         raise ValueError("sources: all of them are held out for validation, which leaves nothing to train on")
@@ -141,22 +148,29 @@ class Run:
     files: list[Source]
     out: Path
     workers: int
+    skip_bad: bool
     progress: Progress
 
     def __post_init__(self) -> None:
-        self.stamps = self._stamps()
+        self.readable: list[Source] = []
+        self.stamps = {} if self.tokenizer_file is None else {self.tokenizer_file: _stamp(self.tokenizer_file)}
         self.sources: list[dict[str, Any]] = []
-        total, done = sum(self.stamps[file.path][0] for file in self.files), 0
+        total, done = sum(file.path.stat().st_size for file in self.files if not file.problem), 0
         for file in self.files:
-            size = self.stamps[file.path][0]
-            said = {"name": file.name, "split": file.split, "bytes": size, "sha256": sha256_of(file.path)}
-            self.sources.append(said)
+            size, digest, problem = 0, "", file.problem
+            if not problem:
+                try:
+                    self.stamps[file.path], digest = _stamp(file.path), sha256_of(file.path)
+                    size = self.stamps[file.path][0]
+                    self.readable.append(file)
+                except OSError as error:
+                    if not self.skip_bad:
+                        raise
+                    problem = str(error.strerror)
+            said = {"name": file.name, "split": file.split, "bytes": size, "sha256": digest}
+            self.sources.append(said | ({"skipped": problem} if problem else {}))
             done += size
             self.progress("checking", done, total)
-
-    def _stamps(self) -> dict[Path, tuple[int, int]]:
-        paths = [*(file.path for file in self.files), *([self.tokenizer_file] if self.tokenizer_file else [])]
-        return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
 
     def existing(self, force: bool) -> Corpus | None:
         """Return the corpus that is there if it is the one asked for, None if one is to be made, or refuse."""
@@ -165,13 +179,15 @@ class Run:
         try:
             index = Index.read(self.out)
             sources = list(read_lines(self.out / index.sources.file, dict))
-            there, asked = _flat(index.settings, sources), _flat(asdict(self.settings), self.sources)
+            there, asked = _flat(index.settings, sources), _flat(self.settings.table(), self.sources)
+            skipped = any("skipped" in said for said in sources) and not self.skip_bad
         except (KeyError, ValueError, TypeError, OSError) as problem:
             other = f"a corpus that cannot be read ({problem})"
         else:
+            there, asked = (there | {"skip_bad": True}, asked | {"skip_bad": False}) if skipped else (there, asked)
             pairs = [(key, there.get(key), asked.get(key)) for key in sorted({*there, *asked})]
             found = [f"{key}: {was!r} there, {now!r} asked for" for key, was, now in pairs if was != now]
-            if not found and sources == self.sources:
+            if not found and _names(sources) == _names(self.sources):
                 try:
                     return Corpus.open(self.out, verify=True)
                 except (ValueError, OSError):  # damaged: the same sources and settings mend it
@@ -183,27 +199,30 @@ class Run:
 
     def make(self, work: Path, found: Documents) -> Corpus:
         """Train the tokenizer, encode the parts, join them; the index comes last and makes the corpus."""
-        named = [VERSION, documents.PART_BYTES, asdict(self.settings), self.sources]
+        named = [VERSION, LAYOUT, documents.PART_BYTES, self.settings.table(), self.sources]
         folder = work / hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
         folder.mkdir(exist_ok=True)
         tokenizer = self.tokenizer(folder, found)
         dtype = fitting_dtype(tokenizer.vocab_size, self.settings.dtype, str(tokenizer.path))
         parts = self.encode(folder, found, tokenizer, dtype)
-        for path, stamp in self._stamps().items():
-            if stamp != self.stamps[path]:
+        for path, stamp in self.stamps.items():
+            if stamp != _stamp(path):
                 raise ValueError(f"{path}: changed while it was read; run `prepare` again")
         splits = join_parts(parts, self.out, dtype, self.settings.shard_tokens, self.progress)
         said = TokenizerFile("bytes")
         if tokenizer.path is not None:
             copied = Path(shutil.copyfile(tokenizer.path, folder / "tokenizer"))
             said = TokenizerFile(tokenizer.name, **asdict(publish(copied, self.out, "tokenizer", "json")))
+        for file, source in zip(self.files, self.sources, strict=True):
+            if file in found.skipped:
+                source["skipped"] = found.skipped[file]
         write_lines(folder / "sources", self.sources)
         listed = SourceList(**asdict(publish(folder / "sources", self.out, "sources", "jsonl")), files=len(self.files))
         ids = (tokenizer.vocab_size, tokenizer.end_id, tokenizer.mask_id)
         sync_folder(self.out)
-        index = Index(FORMAT, VERSION, dtype, *ids, said, splits, listed, asdict(self.settings))
+        index = Index(FORMAT, VERSION, dtype, *ids, said, splits, listed, self.settings.table())
         write_json(self.out / INDEX, index)
-        return Corpus.open(self.out)
+        return Corpus(self.out, index)
 
     def tokenizer(self, folder: Path, found: Documents) -> Tokenizer:
         """Return the tokenizer; a BPE is trained unless it is there."""
@@ -211,7 +230,7 @@ class Run:
         if settings.tokenizer == "bpe":
             path = folder / "tokenizer.json"
             if not path.exists():
-                train(found.sample(settings.sample_bytes or 0, self.progress), settings.vocab_size or 0, path)
+                train(found.sample(settings.sample_bytes or 0, folder), settings.vocab_size or 0, path)
         return Tokenizer(path, settings.tokenizer, settings.end_token, settings.mask_token)
 
     def encode(self, folder: Path, found: Documents, tokenizer: Tokenizer, dtype: str) -> dict[str, list[Path]]:
@@ -233,6 +252,15 @@ class Run:
                 finish(2 * self.workers)  # so many are in memory
             finish(0)
         return paths
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    seen = path.stat()
+    return seen.st_size, seen.st_mtime_ns
+
+
+def _names(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in said.items() if key != "skipped"} for said in sources]
 
 
 def _flat(settings: dict[str, Any], sources: list[dict[str, Any]]) -> dict[str, Any]:

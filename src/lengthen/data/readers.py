@@ -1,10 +1,7 @@
 """Documents out of files, in pieces: a file of any size is read in a fixed amount of memory.
 
-A document comes as pieces of about 256 KB, bytes of UTF-8, each with whether it is the document's last. Long
-documents are cut only *before a newline that no white space follows*. GPT-2's pattern, with which byte-level BPE
-splits text into words, splits there too, and splits nothing differently on either side: of a run of white space
-before a visible character it keeps the last one apart (`\\s+(?!\\S)|\\s+`), and that one is the newline. So the
-tokens of the pieces are the tokens of the whole, and the counts of words add up. A test compares them.
+A document comes as pieces of at most 256 KB, bytes of UTF-8, each with whether it is the document's last. `cuts` says
+where documents are cut. A line of JSON, and a row of a table, is held whole.
 """
 
 from __future__ import annotations
@@ -19,27 +16,41 @@ import json
 import lzma
 import re
 import shutil
+import signal
 import tempfile
+import threading
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import IO, Any
 
 from lengthen.checks import nearest
+from lengthen.data import cuts
 from lengthen.data.settings import Settings
 from lengthen.data.sources import Source
 from lengthen.data.tokenizer import optional
 
-BLOCK = 1 << 18  # what is read at once, and about how long a piece gets
-# A place to cut: a newline before a first byte that begins no white space, which visible ASCII does not, and of UTF-8
-# all but those of U+0085, U+1680, U+2000 … U+3000.
-CUT = re.compile(rb"\n(?=[\x21-\x7e\xc3-\xe0\xe4-\xf4])")
-LAST_CUT = re.compile(rb"(?s:.+)" + CUT.pattern)
+MATCHED = 1 << 18  # bytes of a line that split_before sees
+LONGEST_LINE = 64 << 20  # of JSON: to parse one takes several times its size
+SECONDS = 10.0  # what split_before may take for 256 KB of lines, which take milliseconds
 
 Piece = tuple[bytes, bool]  # UTF-8, and whether its document ends here
 
 
-class UnreadableError(Exception):
-    """A place in a file, what was expected there and what came; `pieces` makes an error of it that names the file."""
+class UnreadableError(ValueError):
+    """A file that is not what its name says; `reason` is the message without the file's path."""
+
+    def __init__(self, path: object, place: str, expected: str, got: object) -> None:
+        self.reason = f"{place.lstrip(', ')}{': ' if place else ''}expected {expected}, got {got}"
+        super().__init__(f"{path}{place}: expected {expected}, got {got}")
+
+
+class SlowPatternError(ValueError):
+    """A regular expression that does not come to an end."""
+
+
+class _PlaceError(Exception):
+    """A place in a file, what was expected there and what came; `pieces` adds the file."""
 
 
 # What unpackers and pyarrow say of data that is not theirs, or that was cut short.
@@ -47,50 +58,34 @@ BROKEN = (EOFError, OSError, ValueError, NotImplementedError, lzma.LZMAError, zl
 
 
 def pieces(source: Source, settings: Settings) -> Iterator[Piece]:
-    """Yield the documents of one file in pieces; a document of nothing but white space is left out."""
+    """Yield the documents of one file in pieces."""
     readers = {"text": _text, "jsonl": _json_lines, "parquet": _rows, "arrow": _rows}
-    begun = False
     try:
-        for piece, ends in _cut(readers[source.kind](source, settings)):
-            # White space alone has no place to be cut, so a document without a visible character is a single piece.
-            if begun or not ends or piece.strip():
-                yield piece, ends
-                begun = not ends
+        yield from _cut(readers[source.kind](source, settings))
         return
-    except UnreadableError as problem:
+    except _PlaceError as problem:
         place, expected, got = problem.args
+    except SlowPatternError:
+        raise
     except BROKEN as problem:
-        if isinstance(problem, OSError) and problem.filename is not None:  # it cannot be opened, and says so
+        if isinstance(problem, OSError) and problem.errno is not None:  # of the system, not of the data
+            problem.filename = problem.filename or str(source.path)
             raise
         place, expected, got = "", f"{source.packing or source.kind} data", problem
-    raise ValueError(f"{source.path}{place}: expected {expected}, got {got}")
+    raise UnreadableError(source.path, place, expected, got)
 
 
 def _cut(documents: Iterable[Piece]) -> Iterator[Piece]:
-    """Join what comes in small and cut what gets long, at places where cutting changes no token."""
+    """Join what comes in small and cut what gets long."""
     held = bytearray()
-    searched = 0  # no place to cut before this one
     for part, ends in documents:
         held += part
-        while len(held) > BLOCK:
-            place = _place(held, searched)
-            if place == 0:
-                searched = len(held) - 1
-                break
+        while len(held) > cuts.BLOCK and (place := cuts.place(held)):
             yield bytes(held[:place]), False
             del held[:place]
-            searched = 0
         if ends:
             yield bytes(held), True
             held.clear()
-            searched = 0
-
-
-def _place(held: bytearray, searched: int) -> int:
-    """Return the last place up to BLOCK to cut at, or else the first one after it, or 0 if there is none."""
-    found = None if searched else LAST_CUT.match(held, 0, BLOCK + 1)
-    found = found or CUT.search(held, max(searched, BLOCK))
-    return found.end() - 1 if found else 0
 
 
 def _open(source: Source) -> Any:
@@ -102,36 +97,47 @@ def _open(source: Source) -> Any:
     return openers[source.packing](source.path, "rb")
 
 
-def _decodable(source: Source, *, lines: bool = False, allow_nul: bool = False) -> Iterator[bytes]:
-    """Yield a text file in blocks or in lines, sure that they are text; an error names the byte that is not."""
-    decoder, done = codecs.getincrementaldecoder("utf-8")(), 0
+def _blocks(source: Source, encoding: str, *, allow_nul: bool = False) -> Iterator[bytes]:
+    """Yield a text file in blocks of UTF-8, without its byte order mark; an error names the byte that is no text."""
+    decoder, done = codecs.getincrementaldecoder(encoding)(), 0
+    named = "UTF-8" if encoding == "utf-8" else encoding
     unpacked = " of what it unpacks to" if source.packing else ""
+    mark = True  # where one may come
     with _open(source) as file:
-        blocks = file if lines else iter(lambda: file.read(BLOCK), b"")
-        for block in itertools.chain(blocks, [b""]):
-            begun = len(decoder.getstate()[0])  # bytes of a character that the last block did not end
+        for block in itertools.chain(iter(lambda: file.read(cuts.BLOCK), b""), [b""]):
+            state = decoder.getstate()
+            begun = len(state[0])  # bytes of a character that the last block did not end
             try:
-                decoder.decode(block, final=not block)
-                if not allow_nul and (nul := block.find(b"\0")) >= 0:
-                    raise UnicodeDecodeError("utf-8", block, begun + nul, begun + nul + 1, "a NUL byte")
+                text = decoder.decode(block, final=not block)
+                if not allow_nul and "\0" in text:
+                    at = _bytes_before_nul(encoding, state, block)
+                    raise UnicodeDecodeError(encoding, block, begun + at, begun + at + 1, "a NUL character")
+                decoded = block if encoding == "utf-8" else text.encode()
             except UnicodeDecodeError as problem:
                 at = done - begun + problem.start
-                raise UnreadableError("", "UTF-8 text", f"{problem.reason} at byte {at}{unpacked}") from None
-            yield block if done else block.removeprefix(codecs.BOM_UTF8)
+                raise _PlaceError("", f"{named} text", f"{problem.reason} at byte {at}{unpacked}") from None
             done += len(block)
+            yield decoded.removeprefix(codecs.BOM_UTF8) if mark else decoded
+            mark = mark and not decoded
+
+
+def _bytes_before_nul(encoding: str, state: tuple[bytes, int], block: bytes) -> int:
+    """Return how many bytes of a block come before its first NUL character."""
+    decoder = codecs.getincrementaldecoder(encoding)()
+    decoder.setstate(state)
+    return next(at for at in range(len(block)) if "\0" in decoder.decode(block[at : at + 1]))
 
 
 def _text(source: Source, settings: Settings) -> Iterator[Piece]:
-    if settings.separator is not None:
-        blocks = _decodable(source, allow_nul="\0" in settings.separator)
-        yield from _separated(blocks, settings.separator.encode())
-        return
-    pattern = re.compile(settings.split_before or "")
-    for block in _decodable(source, lines=settings.split_before is not None):
-        if settings.split_before and pattern.search(block.removesuffix(b"\n").removesuffix(b"\r").decode()):
-            yield b"", True
-        yield block, False
-    yield b"", True
+    separator, encoding = settings.separator, settings.encoding or "utf-8"
+    blocks = _blocks(source, encoding, allow_nul=separator is not None and "\0" in separator)
+    if separator is not None:
+        yield from _separated(blocks, separator.encode())
+    elif settings.split_before is not None:
+        yield from _split_before(source, blocks, settings.split_before)
+    else:
+        yield from ((block, False) for block in blocks)
+        yield b"", True
 
 
 def _separated(blocks: Iterable[bytes], separator: bytes) -> Iterator[Piece]:
@@ -146,37 +152,106 @@ def _separated(blocks: Iterable[bytes], separator: bytes) -> Iterator[Piece]:
     yield held, True
 
 
+def _split_before(source: Source, blocks: Iterable[bytes], pattern: str) -> Iterator[Piece]:
+    """Begin a document at each line that matches; of a long line its first MATCHED bytes are matched."""
+    begins, number, held = re.compile(pattern), 0, b""
+    inside = False  # a line whose beginning was matched already
+    for block in itertools.chain(blocks, [b""]):
+        *lines, held = (held + block).split(b"\n")
+        lines = [line + b"\n" for line in lines]
+        cut = len(held) > MATCHED or (not block and bool(held))  # the line is longer, or the file ends
+        lines, held = ([*lines, held], b"") if cut else (lines, held)
+        found = []
+        with _time_limit():
+            for line in lines:
+                number += not inside
+                try:
+                    found.append(not inside and begins.search(_matched(line)) is not None)
+                except TimeoutError:
+                    got = f"{pattern!r}, which takes more than {SECONDS:g} s at line {number} of {source.path}"
+                    raise SlowPatternError(f"split_before: expected a pattern that ends, got {got}") from None
+                inside = not line.endswith(b"\n")
+        for line, first in zip(lines, found, strict=True):
+            if first:
+                yield b"", True
+            yield line, False
+    yield b"", True
+
+
+def _matched(line: bytes) -> str:
+    return line[:MATCHED].removesuffix(b"\n").removesuffix(b"\r").decode("utf-8", "ignore")
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """Raise TimeoutError after SECONDS; only the main thread, and no Windows, can interrupt a regular expression."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def late(*_: Any) -> None:
+        raise TimeoutError
+
+    handler = signal.signal(signal.SIGALRM, late)
+    timer = signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
+
+
 def _json_lines(source: Source, settings: Settings) -> Iterator[Piece]:
-    for number, line in enumerate(_decodable(source, lines=True), 1):
+    for number, line in enumerate(_lines(_blocks(source, "utf-8")), 1):
         if not line.strip():
             continue
         where = f", line {number}"
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as problem:
-            raise UnreadableError(where, "a JSON object", problem) from None
+            raise _PlaceError(where, "a JSON object", problem) from None
         if not isinstance(value, dict):
-            raise UnreadableError(where, "a JSON object", type(value).__name__)
+            raise _PlaceError(where, "a JSON object", type(value).__name__)
         key = _known(where, settings.text_key, value)
         yield _document(value[key], where, key), True
 
 
+def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    held, number = bytearray(), 1
+    for block in blocks:
+        first, *more = block.split(b"\n")
+        held += first
+        for line in more:
+            yield bytes(held)
+            held[:] = line
+            number += 1
+        if len(held) > LONGEST_LINE:
+            raise _PlaceError(f", line {number}", f"at most {LONGEST_LINE:,} bytes", "more")
+    yield bytes(held)
+
+
 def _rows(source: Source, settings: Settings) -> Iterator[Piece]:
-    optional("pyarrow", f"{source.path}")
+    arrow = optional("pyarrow", f"{source.path}")
     with _open(source) as packed, tempfile.TemporaryFile() as unpacked:
         if source.packing:  # these files are read in any order
             shutil.copyfileobj(packed, unpacked)
             unpacked.seek(0)
-        columns = _columns(source.kind, unpacked if source.packing else packed, settings.text_key)
-        for row, value in enumerate(value for column in columns for value in column):
-            yield _document(value.as_py(), f", row {row}", settings.text_key), True
+        try:
+            columns = _columns(source.kind, unpacked if source.packing else packed, settings.text_key)
+            for row, value in enumerate(value for column in columns for value in column):
+                yield _document(value.as_py(), f", row {row}", settings.text_key), True
+        except arrow.ArrowException as problem:
+            raise _PlaceError("", f"{source.kind} data", problem) from None
 
 
 def _columns(kind: str, file: IO[bytes], key: str) -> Iterator[Any]:
     """Yield the text of a parquet file, of an Arrow file or of an Arrow stream, as `datasets` writes it, by batches."""
     if kind == "parquet":
-        table = importlib.import_module("pyarrow.parquet").ParquetFile(file)
-        names, batches = table.schema_arrow.names, table.iter_batches(batch_size=256, columns=[key])
+        table = importlib.import_module("pyarrow.parquet").ParquetFile(file, buffer_size=cuts.BLOCK)
+        names, rows = table.schema_arrow.names, max(table.metadata.num_rows, 1)
+        size = sum(table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups))
+        at_once = min(max((4 << 20) * rows // max(size, 1), 1), 256)  # some 4 MB
+        batches = table.iter_batches(batch_size=at_once, columns=[key])
     else:
         ipc = importlib.import_module("pyarrow.ipc")
         is_file = file.read(6) == b"ARROW1"
@@ -185,13 +260,16 @@ def _columns(kind: str, file: IO[bytes], key: str) -> Iterator[Any]:
         names = reader.schema.names
         batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
     _known("", key, names)
+    if names.count(key) > 1:
+        raise _PlaceError("", f"one column {key!r}", f"{names.count(key)} of that name")
     yield from (batch.column(key) for batch in batches)
 
 
 def _known(where: str, key: str, names: Iterable[str]) -> str:
     """Return the text_key if it is among the names that a line or a table has."""
     if key not in names:
-        raise UnreadableError(where, f"the text_key {key!r}", f"{', '.join(map(repr, names))}{nearest(key, names)}")
+        listed = ", ".join(map(repr, names))
+        raise _PlaceError(where, f"the text_key {key!r}", f"{listed[:500]}{nearest(key, names)}")
     return key
 
 
@@ -199,8 +277,8 @@ def _document(text: object, where: str, key: str) -> bytes:
     if text is None:  # a missing value: left out, as empty documents are
         return b""
     if not isinstance(text, str):
-        raise UnreadableError(where, f"a string under {key!r}", type(text).__name__)
+        raise _PlaceError(where, f"a string under {key!r}", type(text).__name__)
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as problem:
-        raise UnreadableError(where, f"text under {key!r}", f"half a surrogate pair at {problem.start}") from None
+        raise _PlaceError(where, f"text under {key!r}", f"half a surrogate pair at {problem.start}") from None

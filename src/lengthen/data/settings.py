@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,11 @@ class Settings:
     split_before: str | None = None
     shard_tokens: int = 1 << 27
     dtype: Literal["uint16", "uint32"] | None = None
+    encoding: str | None = None  # of text files; None: UTF-8
+
+    def table(self) -> dict[str, Any]:
+        """Return what index.json has: all of it, the encoding only if it is another than UTF-8."""
+        return {key: value for key, value in asdict(self).items() if key != "encoding" or value is not None}
 
     def __post_init__(self) -> None:
         only = {"vocab_size": "bpe", "end_token": "json", "mask_token": "json"}
@@ -70,6 +76,19 @@ def find_tokenizer(tokenizer: Any) -> tuple[str, Path | None]:
         got = f"{str(tokenizer)!r}{nearest(str(tokenizer), ('bytes', 'bpe'))}"
         raise FileNotFoundError(f"tokenizer: expected 'bytes', 'bpe', a tokenizer.json or a corpus, got {got}")
     return "json", path
+
+
+def check_encoding(name: Any) -> str | None:
+    """Return Python's own name of a text encoding, or None for UTF-8."""
+    try:
+        codec = codecs.lookup(name)
+        codec.incrementaldecoder().decode(b"", final=True)
+        found = codec.name
+    except (LookupError, TypeError, ValueError):  # not known, not a name, not of text
+        found = ""
+    if not found or not getattr(codec, "_is_text_encoding", True):
+        raise ValueError(f"encoding: expected a name such as 'utf-8', 'latin-1' or 'cp1252', got {name!r}")
+    return None if found == "utf-8" else found
 
 
 def check_validation(validation: Any) -> tuple[float, list[Any]]:

@@ -17,6 +17,7 @@ depends on the version of another package.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tokens, the tokens that follow them, and where each token's document starts in its row, if kept apart."""
+    """Rows of tokens, the tokens that follow them, and with a document mask where each token's document starts."""
 
     ids: Tensor  # int64 [rows, length]
     targets: Tensor  # int64 [rows, length]; −100 where the next token is another document's
@@ -44,17 +45,27 @@ class Batch:
 
 
 class Windows:
-    """Batches of windows over one split; `batch(step)` is always the same for the same arguments."""
+    """Batches of windows over one split; `batch(step)` is always the same for the same arguments.
+
+    Iterating yields the batches of one epoch, steps 0 … len(windows) − 1.
+    """
 
     def __init__(
-        self, tokens: Tokens, *, length: int, batch: int, seed: int = 0, order: str = "pack", apart: bool = False
+        self,
+        tokens: Tokens,
+        *,
+        length: int,
+        batch: int,
+        seed: int = 0,
+        order: str = "pack",
+        document_mask: bool = False,
     ) -> None:
         self.tokens = tokens
         self.length = whole_number("length", length, at_least=1)
         self.rows = whole_number("batch", batch, at_least=1)
         self.seed = whole_number("seed", seed)
         self.order = choice("order", order, ("pack", "sample"))
-        self.apart = flag("apart", apart)
+        self.document_mask = flag("document_mask", document_mask)
         if len(tokens) < length + 1:
             raise ValueError(
                 f"length: a window of {length} tokens and its last target need {length + 1} tokens, but split "
@@ -68,6 +79,12 @@ class Windows:
     def steps_per_epoch(self) -> int:
         """The steps that it takes to use every window of the first epoch; the last may run on into the second."""
         return -(-self.per_epoch // self.rows)
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Batch]:
+        return map(self.batch, range(len(self)))
 
     def epoch(self, step: int) -> int:
         """Return the epoch, from 0, of the first window of this step."""
@@ -85,12 +102,12 @@ class Windows:
         starts = [self.start(step, row) for row in range(rank * share, (rank + 1) * share)]
         both = np.stack([self.tokens.read(start, start + self.length + 1) for start in starts])
         ids, targets = both[:, :-1], both[:, 1:].copy()
-        begins = self._keep_apart(starts, targets) if self.apart else None
-        return Batch(
-            torch.from_numpy(np.ascontiguousarray(ids)),
-            torch.from_numpy(targets),
-            None if begins is None else torch.from_numpy(begins),
-        )
+        begins = None
+        if self.document_mask:
+            found = np.stack([self.tokens.document_starts(start, start + self.length + 1) for start in starts])
+            targets[found[:, 1:] == np.arange(1, self.length + 1)] = IGNORED  # where another document begins
+            begins = torch.from_numpy(np.ascontiguousarray(found[:, :-1]))
+        return Batch(torch.from_numpy(np.ascontiguousarray(ids)), torch.from_numpy(targets), begins)
 
     def start(self, step: int, row: int) -> int:
         """Return the position of the first token of a row of a step's global batch."""
@@ -110,18 +127,6 @@ class Windows:
                 del self._shuffled[next(iter(self._shuffled))]
             self._shuffled[epoch] = _permutation(self.per_epoch, mix(mix(self.seed, 3), epoch))
         return self._shuffled[epoch]
-
-    def _keep_apart(self, starts: list[int], targets: Ints) -> Ints:
-        """Hide targets across the borders of documents, in place; return where each token's document starts."""
-        documents = self.tokens.documents
-        begins = np.zeros((len(starts), self.length), dtype=np.int64)
-        for row, start in enumerate(starts):
-            low, high = np.searchsorted(documents, [start + 1, start + self.length + 1], side="left")
-            borders = documents[low:high] - start  # 1 … length: where another document begins
-            targets[row, borders - 1] = IGNORED
-            inside = borders[borders < self.length]
-            begins[row, inside] = inside
-        return np.maximum.accumulate(begins, axis=1)
 
 
 def mix(key: int, number: Any) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Measured:
     @property
     def key(self) -> str:
         """What makes it the same measurement as another."""
-        return io.line_of({name: getattr(self, name) for name in Measured.__dataclass_fields__})
+        return json.dumps([getattr(self, field.name) for field in fields(Measured)])
 
 
 @dataclass(frozen=True, kw_only=True)

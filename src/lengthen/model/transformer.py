@@ -28,7 +28,7 @@ from lengthen.config import ModelConfig
 from lengthen.model.loss import IGNORED, linear_cross_entropy
 from lengthen.positions.method import Placed
 
-INIT_STD = 0.02  # GPT-2's; the projections that write into the residual stream get it divided by √(2·layers)
+INIT_SIZE = 0.5  # of what a matrix makes of features of size 1: its entries have a deviation of INIT_SIZE / √width
 
 
 class AttentionOp(nn.Module):
@@ -66,6 +66,7 @@ class FeedForward(nn.Module):
         gated = config.activation == "swiglu"
         self.up = nn.Linear(config.width, config.hidden_width * (2 if gated else 1), bias=config.biases)
         self.down = nn.Linear(config.hidden_width, config.width, bias=config.biases)
+        self.dropout = nn.Dropout(config.activation_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output for x `[…, width]`."""
@@ -75,7 +76,7 @@ class FeedForward(nn.Module):
             hidden = F.silu(gate) * hidden
         else:
             hidden = F.gelu(hidden, approximate="tanh") if self.activation == "gelu" else F.relu(hidden)
-        return cast(Tensor, self.down(hidden))
+        return cast(Tensor, self.down(self.dropout(hidden)))
 
 
 class Block(nn.Module):
@@ -131,16 +132,25 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all weights anew, from torch's random generator."""
+        """Draw all weights anew, from torch's random generator.
+
+        Matrices that write into the residual stream start smaller, by √(2·layers): the stream begins as the token's
+        embedding. An output with the same weights would then predict the token just read, with a logit of √width / 2.
+        So the last norm's scales start at 1 and −1 in turn, and an embedding has as much in even features as in odd
+        ones: its product with what it was read as is 0.
+        """
+        std = INIT_SIZE / math.sqrt(self.config.width)
         for name, parameter in self.named_parameters():
             if name.startswith("method."):
                 continue
             if parameter.dim() == 2:
                 into_stream = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
-                std = INIT_STD / math.sqrt(2 * self.config.layers) if into_stream else INIT_STD
-                parameter.normal_(std=std)
+                parameter.normal_(std=std / math.sqrt(2 * self.config.layers) if into_stream else std)
             else:  # the scales of norms, and biases
                 parameter.fill_(0 if name.endswith("bias") else 1)
+        cast(Tensor, self.norm.weight)[1::2] = -1
+        even, odd = self.embedding.weight[:, 0::2], self.embedding.weight[:, 1::2]
+        odd *= even.norm(dim=1, keepdim=True) / odd.norm(dim=1, keepdim=True)
         for module in self.method.modules():
             reset = getattr(module, "reset_parameters", None)
             if callable(reset):

@@ -4,12 +4,13 @@
 
 No position enters anywhere else. A model trained at one length keeps its perplexity, or betters it, at many
 times that length. In an encoder keys stand ahead of the query too: `sides` says whether they are penalised
-alike.
+alike. If they are, the model cannot tell left from right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ class ALiBi(PositionMethod):
     """A penalty that grows in proportion to distance, steeper in some heads than in others."""
 
     name = "alibi"
+    two_sided: ClassVar[Mapping[str, Any]] = {"sides": "separate"}
     log_slopes: nn.Parameter | None
     log_ahead: nn.Parameter | None
 

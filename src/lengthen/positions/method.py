@@ -12,6 +12,7 @@ layer, so what is learned here is shared by them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -57,6 +58,7 @@ class PositionMethod(nn.Module):
     """
 
     name: ClassVar[str] = "PositionMethod"  # what `build` calls it; a subclass has its class name by default
+    two_sided: ClassVar[Mapping[str, Any]] = {}  # options that tell keys ahead from keys behind: an encoder's defaults
     _here: Tensor
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -110,6 +112,8 @@ class PositionMethod(nn.Module):
 def check_positions(x: Tensor, positions: object, dims: int, last: tuple[str, int]) -> Tensor:
     """Return `positions` if it holds an integer for each place in the second-last dimension of x."""
     name, size = last
+    if not isinstance(x, Tensor) or not x.is_floating_point():  # whole numbers would be rounded after a turn
+        raise TypeError(f"x: expected a floating-point tensor, got {describe(x)}")
     if x.dim() != dims or x.shape[-1] != size:
         raise ValueError(f"x: expected {dims} dimensions, the last of them {name}={size}, got {describe(x)}")
     two = isinstance(positions, Tensor) and positions.dim() == 2

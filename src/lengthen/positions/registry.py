@@ -52,6 +52,11 @@ def options(name: str) -> dict[str, inspect.Parameter]:
     return {key: value for key, value in signature.parameters.items() if key not in ("self", *SIZES)}
 
 
+def two_sided(name: str) -> dict[str, Any]:
+    """Return the options with which a method, or several joined by '+', tells keys ahead from keys behind."""
+    return {key: value for part in canonical(name).split("+") for key, value in _method(part).two_sided.items()}
+
+
 def build(name: str, *, heads: int, head_dim: int, width: int, **given: Any) -> PositionMethod:
     """Return the method of this name, or several joined by '+'; an option goes to each that has it."""
     if not isinstance(name, str):

@@ -14,6 +14,8 @@ One table serves all layers, and the bias is not scaled.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ class T5(PositionMethod):
     """A learned bias for each bucket of distances, buckets growing with distance."""
 
     name = "t5"
+    two_sided: ClassVar[Mapping[str, Any]] = {"bidirectional": True}
 
     def __init__(
         self,

@@ -52,7 +52,8 @@ class XPos(Rotation):
         learned = flag("xpos.learned_gamma", learned_gamma)
         self.raw_gamma = nn.Parameter(torch.empty((), dtype=torch.float32)) if learned else None
         fixed = self.initial_gamma / (1 + self.initial_gamma)  # pair 0 decays fastest
-        self._floor = None if learned else fixed ** (1 / self.scale_base)
+        # A hair less, because torch rounds powers otherwise than Python does.
+        self._floor = None if learned else fixed ** (1 / self.scale_base) * (1 - 1e-12)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -11,7 +11,8 @@ from lengthen.checks import describe, whole_number
 from lengthen.io import Table, build, fields, read_json
 
 T = TypeVar("T")
-KINDS = ("resolution", "positions", "reach", "distance", "recall")
+KINDS = ("resolution", "positions", "reach", "distance", "induction", "recall")
+COPYING = ("sequences", "first", "second", "difference", "standard_error")  # of induction, beside weights
 PLACES = ("length", "position", "distance")  # columns of whole numbers
 
 
@@ -22,6 +23,9 @@ class Analysis:
     rows: list[Table]
     checkpoint: str | None = None
     data: str | None = None
+    device: str | None = None
+    precision: str | None = None
+    version: str | None = None  # of the package
     curse: Table | None = None  # of positions: where the gain of longer inputs comes from
 
 
@@ -41,6 +45,11 @@ def read_analysis(path: Path, kind: str) -> Analysis:
 def _flat(kind: str, row: Table) -> Iterator[Table]:
     if kind == "recall":
         yield {key: row[key] for key in ("distance", "accuracy", "trials")}
+    elif kind == "induction":  # without a layer: the model's losses
+        nothing = {"length": row["length"], **dict.fromkeys(("layer", *COPYING, "previous", "induction"))}
+        yield nothing | {key: row[key] for key in COPYING}
+        for number, (previous, after) in enumerate(zip(row["previous"], row["induction"], strict=True)):
+            yield nothing | {"layer": number, "previous": previous, "induction": after}
     elif kind == "resolution":  # without a layer: the mean over all
         about = {key: row[key] for key in ("length", "blockwise", "block")}
         for layer, value in [(None, row["resolution"]), *enumerate(row["layers"])]:

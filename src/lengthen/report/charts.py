@@ -43,10 +43,18 @@ FILES = {"tokens_per_second": "speed", "peak_bytes": "memory", "positions": "los
 ANALYSED = (
     ("resolution", "length", "resolution"),
     ("positions", "position", "loss"),
+    ("induction", "length", "difference"),
     ("recall", "distance", "accuracy"),
 )
-TITLES = {"resolution": "resolution", "positions": "loss, nats per token", "recall": "fraction recalled"}
-AXES = {"length": "length in tokens", "position": "position in the input", "distance": "distance in tokens"}
+TITLES = {
+    **{"resolution": "resolution", "positions": "loss, nats per token", "recall": "fraction recalled"},
+    **{"induction": "loss of the copy less that of the first half, nats per token"},
+}
+AXES = {
+    **{"length": "length in tokens", "position": "position in the input", "distance": "distance in tokens"},
+    **{"induction": "length in tokens, its second half a copy of the first"},
+}
+TWICE = {"induction": 2}  # its lengths are of what is read twice
 METHODS = {  # a known method has the same colour in every report
     **{"alibi": 0, "xpos": 1, "rotary": 2, "sinusoidal": 3, "absolute": 3, "t5": 4, "learned": 5, "kerple": 6},
     **{"sandwich": 7, "none": 8},
@@ -98,7 +106,7 @@ def figures(report: Report, width: Any = "container") -> dict[str, list[Figure]]
         chart = beside(own + _paper(name), y=NAMES["ratio"], log=True)
         add("perplexity", "perplexity_relative", f"beside {name}", chart)
     for kind, x, y in ANALYSED:
-        chart = curves(_analysed(report, tints, kind, x, y), AXES[x], TITLES[kind])
+        chart = curves(_analysed(report, tints, kind, x, y), AXES.get(kind, AXES[x]), TITLES[kind])
         add(kind, FILES.get(kind, kind), TITLES[kind], chart)
     if own := _analysed(report, tints, *ANALYSED[0], relative=True):
         title = "beside LEX, table 3: arXiv, trained at 1,024"
@@ -174,13 +182,16 @@ def _analysed(report: Report, tints: dict[str, int], kind: str, x: str, y: str, 
                 continue  # a layer's, or a shorter input's: in the table
             block = bool(one.get("blockwise"))
             label = run.label + f" · blockwise {one.get('block') or ''}".rstrip() * block
-            tip = {name: shown(value) for name, value in one.items() if name not in ("layer", "blockwise")}
-            value, trials = finite(one[y]), one.get("trials") or 0
+            told = {name: value for name, value in one.items() if value is not None and name != "blockwise"}
+            tip = {"repeated" if name == x and kind in TWICE else name: shown(value) for name, value in told.items()}
+            value, trials, error = finite(one[y]), one.get("trials") or 0, finite(one.get("standard_error"))
             bar: tuple[float, ...] = ()
             if value is not None and 0 <= value <= 1 and trials > 0:
                 error = math.sqrt(value * (1 - value) / trials)
                 bar = (max(0.0, value - error), min(1.0, value + error))
-            place = one[x] / run.train_length if relative else one[x]
+            elif value is not None and error is not None:
+                bar = (value - error, value + error)
+            place = one[x] / run.train_length if relative else TWICE.get(kind, 1) * one[x]
             found.append(row(label, tints[run.label], "blockwise" if block else "full", place, value, tip, bar))
     return found
 

@@ -2,7 +2,7 @@
 
     RUN/config.toml            the model's settings
     RUN/evaluation.jsonl       one line per measurement; a later line of the same measurement replaces an earlier one
-    RUN/analysis/<kind>.json   resolution, positions, reach, distance, recall
+    RUN/analysis/<kind>.json   resolution, positions, reach, distance, induction, recall
 
 Only `evaluation.jsonl` must be there: a folder without it is left out, with a note. Lines of other kinds and keys that
 are not known here are passed over; a known key of the wrong type is an error that names the file and the line.

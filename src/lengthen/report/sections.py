@@ -117,6 +117,9 @@ def count(report: Report, name: str) -> str:
         )
     if name == "recall":
         return f"n = {_few(shown(row['trials']) for row in found)} trials per point. {bars}."
+    if name == "induction":
+        sequences = _few(shown(row["sequences"]) for row in found if row["layer"] is None)
+        return f"n = {sequences} sequences per point. {bars}."
     if name == "positions":
         return f"n = {shown(sum(row['count'] or 0 for row in found))} tokens in all; one run per curve."
     if name == "resolution":
@@ -128,8 +131,9 @@ def _made(report: Report, name: str) -> str:
     """Return the command that makes a figure's numbers, and what they were made from."""
     measured = name in ("perplexity", "speed")
     found = [row for run in report.runs for row in rows(run, "evaluation" if measured else name)]
-    keys = [key for key in ("checkpoint", "data", "device") if key in found[0]]
-    facts = (f"{key} {_few(row[key] or 'n.a.' for row in found)}" for key in keys)
+    names = {key: key for key in ("checkpoint", "data", "device", "precision")} | {"version": "lengthen"}
+    told = {key: _few(row.get(key) or "n.a." for row in found) for key in names}
+    facts = (f"{name} {told[key]}" for key, name in names.items() if told[key] != "n.a.")
     command = "lengthen eval RUN" if measured else f"lengthen analyse RUN --what {name}"
     return f"<br>Made by <code>{command}</code>: {escape(', '.join(facts))}."
 

@@ -1,4 +1,7 @@
-"""The report's numbers as CSV: one file per kind of measurement; reading them gives the very same floats."""
+"""The report's numbers as CSV: one file per kind of measurement; reading them gives the very same floats.
+
+Text that a spreadsheet would run as a formula gets an apostrophe before it, which spreadsheets take for "this is text".
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,14 @@ import itertools
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from lengthen.evaluation.errors import Difference
 from lengthen.io import Table, write_bytes
 from lengthen.report.collect import Curve, Measurement, Report, Run, paired
 
-NAMES = ("evaluation", "resolution", "positions", "curse", "reach", "distance", "recall")
+NAMES = ("evaluation", "resolution", "positions", "curse", "reach", "distance", "induction", "recall")
+FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # what a cell begins with that spreadsheets calculate
 CURSE = ("short", "long", "gain", "from_context", "from_curse")
 
 
@@ -28,7 +33,7 @@ def write_csv(report: Report, folder: str | Path) -> list[Path]:
             text = io.StringIO(newline="")
             writer = csv.DictWriter(text, list(found[0]), lineterminator="\n")  # None is written as nothing
             writer.writeheader()
-            writer.writerows(found)
+            writer.writerows({key: _harmless(value) for key, value in row.items()} for row in found)
             written.append(folder / f"{name}.csv")
             write_bytes(written[-1], text.getvalue().encode(errors="replace"))  # JSON may hold half a character
     return written
@@ -70,6 +75,20 @@ def _difference(curve: Curve, length: int, other: Curve, other_length: int | Non
     }
 
 
+def _harmless(value: Any) -> Any:
+    """Return a cell; text that begins as a formula does, and is no number, with an apostrophe before it."""
+    if not isinstance(value, str):
+        return value
+    text = value.replace("\r", " ")  # which the csv module leaves unquoted, and readers take for the end of a line
+    if not value.startswith(FORMULA):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
+
+
 def rows(run: Run, name: str) -> list[Table]:
     """Return the rows of one kind, as the run's files have them, each with what it was made from."""
     if name == "evaluation":
@@ -78,6 +97,6 @@ def rows(run: Run, name: str) -> list[Table]:
     if made is None:
         return []
     about = {"positions": run.positions, "train_length": run.train_length}
-    about |= {"checkpoint": made.checkpoint, "data": made.data}
+    about |= {key: getattr(made, key) for key in ("checkpoint", "data", "device", "precision", "version")}
     curse = [{key: made.curse.get(key) for key in CURSE}] if made.curse else []
     return [{**about, **row} for row in (curse if name == "curse" else made.rows)]

@@ -30,6 +30,12 @@ ABOUT = {
         "The fraction of its attention that each head spends in buckets of distance. Rows are layer.head; a column "
         "goes from its distance to the next one's.",
     ),
+    "induction": (
+        "Induction",
+        "How the loss of random tokens changes when the model reads them a second time: below 0, it copies. That takes "
+        "a head that attends to the token before, and in a later layer one that attends to the token after an earlier "
+        "occurrence; the table has the strongest of each layer.",
+    ),
     "recall": ("Recall by distance", "How often the model recalls a value that it saw once, this many tokens before."),
     "speed": (
         "Speed and memory",

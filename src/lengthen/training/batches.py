@@ -28,7 +28,7 @@ def masking(config: Config, corpus: Corpus, seed: int = 0) -> Masking | None:
 
 def scoring(config: Config, corpus: Corpus, split: str = "validation") -> Task:
     """Return what a run's model is asked of a text, as in training: next or hidden tokens, documents apart or not."""
-    return Task(corpus[split], masking(config, corpus), config.data.apart)
+    return Task(corpus[split], masking(config, corpus), config.data.document_mask)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Batches:
             batch=config.train.batch,
             seed=config.train.seed,
             order=config.data.order,
-            apart=config.data.apart,
+            document_mask=config.data.document_mask,
         )
         if config.train.batch % here.size:
             raise ValueError(

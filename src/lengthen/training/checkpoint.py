@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lengthen import io
 from lengthen.checks import whole_number
 from lengthen.config import Config, ModelConfig, differences
-from lengthen.data.corpus import sha256_of
+from lengthen.data.checksums import sha256_of
 from lengthen.model import Transformer
 from lengthen.model.weights import FILE, described, opened, read_config, write_tensors
 from lengthen.training.parallel import World

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lengthen.config import ModelConfig, differences
-from lengthen.data.corpus import sha256_of
+from lengthen.data.checksums import sha256_of
 from lengthen.model import Transformer
 from lengthen.model.weights import FILE, TensorFile, opened, read_config
 from lengthen.training import checkpoint as checkpoints

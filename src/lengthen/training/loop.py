@@ -29,7 +29,7 @@ from lengthen.training.batches import Batches, Work, scoring
 from lengthen.training.events import Outcome, Start, TensorBoard, Watcher
 from lengthen.training.log import Log, Record
 from lengthen.training.memory import refuse_what_cannot_fit
-from lengthen.training.optimizer import adamw
+from lengthen.training.optimizer import adamw, set_lr
 from lengthen.training.parallel import World, last_pass, spread, world
 from lengthen.training.resuming import chosen, refuse_other_run
 from lengthen.training.schedule import share
@@ -217,9 +217,7 @@ class _Run:
         """Take one step; leave its numbers on the device."""
         config, here = self.config, self.here
         torch.manual_seed(config.train.seed + STEP_SEED * (step + 1) + RANK_SEED * here.rank)  # for dropout
-        rate = config.optimizer.lr * share(config.schedule, step, config.train.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_lr(self.optimizer, config.optimizer.lr * share(config.schedule, step, config.train.steps))
         scored = here.sum(work.scored).clamp(min=1)  # an encoder's batch may have nothing hidden
         rows = min(config.train.micro_batch or work.ids.shape[0], work.ids.shape[0])
         passes = list(work.passes(rows))

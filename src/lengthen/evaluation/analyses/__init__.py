@@ -5,7 +5,7 @@
     print("\\n".join(resolution.table(found)))
 
 Every module has `analyse(subject, corpus, lengths, …)`, which returns what its file holds, and `table(found)`, which
-yields lines for a terminal.
+yields lines for a terminal. `LENGTHS` says what the lengths of each are: of most, pieces of the text.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from pathlib import Path
 from types import ModuleType
 
 from lengthen import io
-from lengthen.evaluation.analyses import distance, positions, reach, recall, resolution
-from lengthen.evaluation.analyses.shared import Row, fitting_lengths
+from lengthen.evaluation.analyses import distance, induction, positions, reach, recall, resolution
+from lengthen.evaluation.analyses.shared import Lengths, Row, fitting_lengths
 
 ANALYSES: dict[str, ModuleType] = {
     "resolution": resolution,
     "positions": positions,
     "reach": reach,
     "distance": distance,
+    "induction": induction,
     "recall": recall,
 }
+LENGTHS = dict.fromkeys(ANALYSES, Lengths()) | {"induction": induction.LENGTHS, "recall": recall.LENGTHS}
 
 
 def write(folder: Path, found: Row) -> Path:
@@ -34,4 +36,16 @@ def write(folder: Path, found: Row) -> Path:
     return path
 
 
-__all__ = ["ANALYSES", "Row", "distance", "fitting_lengths", "positions", "reach", "recall", "resolution", "write"]
+__all__ = [
+    "ANALYSES",
+    "LENGTHS",
+    "Row",
+    "distance",
+    "fitting_lengths",
+    "induction",
+    "positions",
+    "reach",
+    "recall",
+    "resolution",
+    "write",
+]

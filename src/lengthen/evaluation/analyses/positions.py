@@ -33,7 +33,7 @@ import torch
 from lengthen.attention import Mask
 from lengthen.checks import whole_number
 from lengthen.data import Corpus, Tokens
-from lengthen.evaluation.analyses.shared import TOKENS, WIDEST, Progress, Row, header, line, silent
+from lengthen.evaluation.analyses.shared import TOKENS, WIDEST, Progress, Row, header, line, scored_in, silent
 from lengthen.evaluation.runs import Subject
 from lengthen.model import IGNORED, Transformer
 from lengthen.model.score import Reading, Task, window_losses
@@ -181,7 +181,7 @@ def analyse(
     progress: Progress = silent,
 ) -> Row:
     """Return the loss by position at each length, and the curse between the shortest and the longest."""
-    model, text, rows, apart = subject.model, corpus[split], [], subject.config.data.apart
+    model, text, rows, apart = subject.model, corpus[split], [], subject.config.data.document_mask
     for length in lengths:
         tell = partial(progress, f"positions, {length}")
         found = by_position(model, text, length, tokens, tell=tell, document_mask=apart)
@@ -192,7 +192,7 @@ def analyse(
         split_up = curse(model, text, short, long, tokens, stride, tell, apart)
         between = {"short": short, "long": long, "gain": split_up.gain, "from_context": split_up.from_context}
         between |= {"from_curse": split_up.from_curse, **asdict(split_up)}
-    return header("positions", subject, corpus) | {"rows": rows, "curse": between}
+    return header("positions", subject, corpus, scored_in(model)) | {"rows": rows, "curse": between}
 
 
 def table(found: Row) -> Iterator[str]:

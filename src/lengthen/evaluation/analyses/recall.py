@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lengthen.data import Corpus
-from lengthen.evaluation.analyses.shared import Progress, Row, header, line, silent
-from lengthen.evaluation.recall import accuracy
+from lengthen.evaluation.analyses.shared import Lengths, Progress, Row, header, line, silent
+from lengthen.evaluation.recall import BESIDE, NEAREST, accuracy
 from lengthen.evaluation.runs import Subject
 
+LENGTHS = Lengths(least=NEAREST, beside=BESIDE, of_text=False)
 TRIALS = 256
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lengthen import __version__
 from lengthen.data import Corpus, Tokens
-from lengthen.evaluation.recall import BESIDE, NEAREST
 from lengthen.evaluation.runs import Subject
+from lengthen.model import Transformer
 
 TOKENS = 16_384  # of the text that are read, by default
 BATCH_TOKENS = 1 << 13  # in one pass
@@ -25,9 +27,27 @@ def silent(stage: str, done: int, total: int) -> None:
     """Say nothing."""
 
 
-def header(kind: str, subject: Subject, corpus: Corpus | None) -> Row:
-    """Return what every file says of the model and the data."""
-    config = subject.model.config
+@dataclass(frozen=True)
+class Lengths:
+    """What the lengths of an analysis are: `times`·length + `beside` tokens are read at once."""
+
+    least: int = 2
+    times: int = 1
+    beside: int = 0
+    of_text: bool = True  # pieces of the text, which cannot be longer than it is
+
+    def read(self, length: int) -> int:
+        """Return how many tokens are read at once."""
+        return self.times * length + self.beside
+
+    def usual(self, train_length: int) -> list[int]:
+        """Return the lengths at which about the training length and multiples of it are read."""
+        return sorted({max(self.least, train_length * factor // self.times) for factor in TIMES})
+
+
+def header(kind: str, subject: Subject, corpus: Corpus | None, precision: torch.dtype | None = None) -> Row:
+    """Return what every file says of the model, the data and the computation; precision None: the weights' own."""
+    config, weight = subject.model.config, next(subject.model.parameters())
     return {
         "kind": kind,
         "positions": config.positions,
@@ -35,7 +55,16 @@ def header(kind: str, subject: Subject, corpus: Corpus | None) -> Row:
         "checkpoint": subject.checkpoint.path.name,
         "weights": subject.weights,
         "data": None if corpus is None else corpus.fingerprint,
+        "precision": str(precision or weight.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(weight.device) if weight.is_cuda else weight.device.type,
+        "version": __version__,
     }
+
+
+def scored_in(model: Transformer) -> torch.dtype:
+    """Return the precision that `model.score` reads a model in: bfloat16 on a GPU, elsewhere the weights' own."""
+    weight = next(model.parameters())
+    return torch.bfloat16 if weight.is_cuda else weight.dtype
 
 
 def pieces(text: Tokens, length: int, tokens: int, stage: str, progress: Progress) -> Iterator[Tensor]:
@@ -47,26 +76,23 @@ def pieces(text: Tokens, length: int, tokens: int, stage: str, progress: Progres
         progress(f"{stage}, {length}", here.stop * length, count * length)
 
 
-def fitting_lengths(subject: Subject, corpus: Corpus | None, split: str, given: list[int] | None = None) -> list[int]:
-    """Return the lengths, checked against the text and the model; without any, those of the usual ones that fit.
-
-    Without a corpus they are recall's distances, which are read with a few tokens beside them.
-    """
-    least, beside = (NEAREST, BESIDE) if corpus is None else (2, 0)
-    there = None if corpus is None else len(corpus[split])
+def fitting_lengths(subject: Subject, kind: Lengths, text: Tokens | None, given: list[int] | None = None) -> list[int]:
+    """Return the lengths, checked against the text and the model; without any, those of the usual ones that fit."""
     config, fitting = subject.model.config, []
-    for length in given or [config.train_length * factor for factor in TIMES]:
+    usual = kind.usual(config.train_length)
+    for length in usual if given is None else given:
         problem = None
-        if length < least:
-            problem = f"expected at least {least}, got {length}"
-        elif corpus is not None and there is not None and length >= there:
-            problem = f"{length:,} is longer than the text: split {split!r} of {corpus.directory} has {there:,} tokens"
-        elif config.longest is not None and length + beside > config.longest:
+        if length < kind.least:
+            problem = f"expected at least {kind.least}, got {length}"
+        elif kind.of_text and text is not None and length >= len(text):
+            held = f"split {text.name!r} of {text.directory} has {len(text):,} tokens"
+            problem = f"{length:,} is longer than the text: {held}"
+        elif config.longest is not None and kind.read(length) > config.longest:
             beyond = f"beyond the {config.longest:,} positions that this model has learned vectors for"
-            problem = f"{length + beside:,} tokens are {beyond}"
+            problem = f"{kind.read(length):,} tokens are {beyond}"
         if problem is None:
             fitting.append(length)
-        elif given is not None or length == config.train_length:
+        elif given is not None or length == usual[0]:
             raise ValueError(f"--lengths: {problem}")
     return fitting
 
