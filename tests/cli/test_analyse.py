@@ -208,6 +208,21 @@ def test_what_is_wrong_is_said(alibi: Path, learned: Path, data: str, tmp_path: 
     assert not (tmp_path / "analysis").exists()
 
 
+def test_encoders_are_refused_before_anything_is_read(data: str, tmp_path: Path) -> None:
+    encoder = trained(data, tmp_path / "run", "--model.kind", "encoder")
+    for words in ([], *(["--what", name] for name in analyse.NAMES)):
+        with pytest.raises(
+            ValueError, match=r"^model: expected a decoder, got an encoder: analyses look back, not ahead"
+        ):
+            run(encoder, "--data", data, *words)
+    subject = open_run(encoder)
+    with pytest.raises(ValueError, match="model: expected a decoder, got an encoder"):
+        analyses.positions.analyse(subject, Corpus.open(data), [16], tokens=64)
+    with pytest.raises(ValueError, match="model: expected a decoder, got an encoder"):
+        analyses.recall.analyse(subject, None, [16], trials=2)
+    assert not (encoder / "analysis").exists()
+
+
 def test_a_wrong_word_is_said(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         run("x", "--what", "reach,resolutoin")

@@ -47,6 +47,7 @@ class Lengths:
 
 def header(kind: str, subject: Subject, corpus: Corpus | None, precision: torch.dtype | None = None) -> Row:
     """Return what every file says of the model, the data and the computation; precision None: the weights' own."""
+    refuse_encoder(subject.model)
     config, weight = subject.model.config, next(subject.model.parameters())
     return {
         "kind": kind,
@@ -59,6 +60,12 @@ def header(kind: str, subject: Subject, corpus: Corpus | None, precision: torch.
         "device": torch.cuda.get_device_name(weight.device) if weight.is_cuda else weight.device.type,
         "version": __version__,
     }
+
+
+def refuse_encoder(model: Transformer) -> None:
+    """Raise an error if a model sees what stands ahead: it would be asked for what it sees."""
+    if model.config.kind != "decoder":
+        raise ValueError(f"model: expected a decoder, got an {model.config.kind}: analyses look back, not ahead")
 
 
 def scored_in(model: Transformer) -> torch.dtype:
