@@ -39,7 +39,7 @@ def read_whole(model: Transformer, tokens: Tokens, length: int) -> dict[str, Any
         torch.cuda.synchronize()
         began = time.perf_counter()
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-            _, losses = model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+            losses = model.losses(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
     ends = bucket_ends(length)
@@ -63,7 +63,7 @@ def read_pieces(model: Transformer, tokens: Tokens, length: int, piece: int) -> 
     for start in range(0, length, 1 << 17):
         ids = torch.from_numpy(tokens.read(start, min(start + (1 << 17), length) + 1)).long().cuda()
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-            total += float(model(ids[:-1].view(-1, piece), ids[1:].view(-1, piece))[0])
+            total += float(model.losses(ids[:-1].view(-1, piece), ids[1:].view(-1, piece)).sum())
     return total / length
 
 

@@ -112,8 +112,12 @@ class ModelConfig:
 
         sides = two_sided(self.positions) if self.kind == "encoder" else {}
         sizes = {"heads": self.heads, "head_dim": self.head_width, "width": self.width}
-        table = {} if self.longest is None else {"max_length": self.longest}
-        return build(self.positions, **sizes, **{**sides, **self.position_options, **table})
+        options = {**sides, **self.position_options}
+        if self.longest is not None:
+            options["max_length"] = self.longest
+        if options.get("scaling") == "yarn":  # which is told what it stretches
+            options.setdefault("original_length", self.train_length)
+        return build(self.positions, **sizes, **options)
 
     def _blueprint(self) -> PositionMethod:
         """Return the position method without memory: to ask it something, with no random number drawn."""

@@ -38,7 +38,9 @@ def test_tables_and_figures_too(folder: Path, tmp_path: Path, capsys: pytest.Cap
     assert report.run(arguments(str(folder), *words)) == 0
     said = capsys.readouterr().out.splitlines()
     names = [f"{name}.{form}" for name in ("perplexity", "perplexity_relative") for form in ("pdf", "svg")]
-    assert said == list(map(str, [out, csv / "evaluation.csv", *(figures / name for name in names)]))
+    assert said == list(
+        map(str, [out, csv / "evaluation.csv", csv / "differences.csv", *(figures / name for name in names)])
+    )
     assert all(Path(path).stat().st_size for path in said)
 
 

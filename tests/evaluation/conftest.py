@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     )
 
 
-def make(positions: str = "alibi", train_length: int = 16) -> Transformer:
+def make(positions: str = "alibi", train_length: int = 16, **more: Any) -> Transformer:
     torch.manual_seed(1)
-    config = ModelConfig(258, layers=2, width=32, heads=2, train_length=train_length, positions=positions)
+    config = ModelConfig(258, layers=2, width=32, heads=2, train_length=train_length, positions=positions, **more)
     model = Transformer(config).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():  # larger than at a start, so that what is read matters

@@ -11,21 +11,24 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import lengthen
 from lengthen.cli.main import main
 from lengthen.config import from_table
 from lengthen.data import Corpus, prepare
-from lengthen.evaluation import Result, evaluate, measure, open_run, protocol, results, verdicts
+from lengthen.evaluation import Result, evaluate, measure, open_run, protocol, results
 from lengthen.training import World, train
 
 TINY = {"vocab_size": 258, "layers": 1, "width": 16, "heads": 2, "train_length": 8}
 
 
-def run(folder: Path, corpus: Corpus, **model: object) -> Path:
+def run(folder: Path, corpus: Corpus, data: dict[str, object] | None = None, **model: object) -> Path:
     table = {
+        "data": data or {},
         "model": {**TINY, **model},
         "train": {"steps": 4, "batch": 2},
         "evaluation": {"every": 2, "lengths": [8], "tokens": 64},
@@ -61,18 +64,27 @@ def test_results_say_how_they_were_made(corpus: Corpus, trained: Path) -> None:
         assert (one.checkpoint, one.data) == ("step-00000004", corpus.fingerprint)
         assert one.perplexity == math.exp(one.loss)
         assert one.tokens_per_second > 0
+        assert (one.precision, one.device, one.version, one.peak_bytes) == (
+            "float32",
+            "cpu",
+            lengthen.__version__,
+            None,
+        )
+        assert (one.task, one.document_mask, one.corpus) == ("next tokens", False, str(corpus.directory))
+        assert (sum(one.segment_counts), one.per_document, one.position_options) == (100, None, {})
+        assert sum(one.segment_losses) == pytest.approx(100 * one.loss, rel=1e-12)
     assert found[0].loss == pytest.approx(found[1].loss, rel=1e-6)  # one block sees all of eight
 
 
 def test_what_is_there_is_not_measured_again(corpus: Corpus, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    score = measure.score
+    real = measure.measure
 
-    def spy(*arguments: object, **options: object) -> measure.Tally:
-        calls.append(arguments[2])
-        return score(*arguments, **options)  # type: ignore[arg-type]
+    def spy(*arguments: Any) -> measure.Tally:
+        calls.append(arguments[3])
+        return real(*arguments)
 
-    monkeypatch.setattr("lengthen.evaluation.runs.score", spy)
+    monkeypatch.setattr("lengthen.evaluation.runs.measure", spy)
     subject, short, long = open_run(trained), protocol("nonoverlapping", 8, 8), protocol("nonoverlapping", 16, 8)
     first = evaluate(subject, corpus, [short], tokens=64)
     both = evaluate(subject, corpus, [short, long], tokens=64)
@@ -138,10 +150,54 @@ def test_weights_of_another_model_are_named(trained: Path) -> None:
         open_run(trained)
 
 
-def test_an_encoder_is_refused(corpus: Corpus, folder: Path) -> None:
+def test_an_encoder_is_scored_as_it_is_validated(corpus: Corpus, folder: Path) -> None:
+    """On masked tokens, the same ones at every length and in every call; while training, by the same loop."""
     subject = open_run(run(folder / "run", corpus, kind="encoder"))
-    with pytest.raises(ValueError, match=r"run: expected a decoder, got an encoder, which sees the tokens"):
-        evaluate(subject, corpus, [protocol("nonoverlapping", 8, 8)], tokens=64)
+    found = evaluate(subject, corpus, [protocol("nonoverlapping", length, 8) for length in (8, 16)], tokens=64)
+    assert {one.task for one in found} == {"masked tokens"}
+    assert 0 < found[0].tokens == found[1].tokens < 32
+    assert found[0].segment_counts == found[1].segment_counts
+    (validated,) = [line for line in metrics(folder / "run") if line["kind"] == "evaluation" and line["step"] == 4]
+    assert (validated["loss"], validated["tokens"]) == (pytest.approx(found[0].loss, rel=1e-6), found[0].tokens)
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_documents_that_were_trained_apart_are_scored_apart(corpus: Corpus, folder: Path) -> None:
+    losses = {}
+    for apart in (False, True):
+        out = run(folder / str(apart), corpus, data={"apart": apart})
+        (one,) = evaluate(open_run(out), corpus, [protocol("nonoverlapping", 8, 8)])
+        borders = len(corpus["validation"].documents) - 2 if apart else 0
+        assert (one.document_mask, one.tokens) == (apart, one.targets - borders)
+        (first,) = evaluate(open_run(out), corpus, [protocol("nonoverlapping", 8, 8)], tokens=64)
+        validated = [line for line in metrics(out) if line["kind"] == "evaluation"][-1]
+        assert validated["loss"] == pytest.approx(first.loss, rel=1e-6)
+        losses[apart] = one.loss
+    assert losses[False] != losses[True]
+
+
+def test_a_method_is_changed_after_training(corpus: Corpus, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(folder / "run", corpus, positions="rotary")
+    words = ["eval", str(out), "--lengths", "8,64", "--tokens", "64", "--device", "cpu"]
+    assert main(words) == 0
+    assert main([*words, "--positions.scaling", "yarn", "--positions.factor=8"]) == 0
+    assert "rotary (scaling yarn, factor 8), trained at 8" in capsys.readouterr().out
+    found = [(line["position_options"], line["length"], line["loss"]) for line in lines(out)]
+    options = {"scaling": "yarn", "factor": 8}
+    assert [(one[0], one[1]) for one in found] == [({}, 8), ({}, 64), (options, 8), (options, 64)]
+    assert found[1][2] != found[3][2]
+    for more, message in (
+        (["--positions.scalling", "yarn"], "unknown option 'scalling'; did you mean 'scaling'"),
+        (["--positions.scaling"], "--positions.scaling: expected a value, got none"),
+    ):
+        assert main([*words, *more]) == 1
+        assert message in capsys.readouterr().err
+    learned = run(folder / "t5", corpus, positions="t5")
+    assert main(["eval", str(learned), "--device", "cpu", "--positions.buckets", "16"]) == 1
+    assert "expected the weights of the model that its config says" in capsys.readouterr().err
 
 
 def test_the_same_tokens_are_scored_at_every_length(corpus: Corpus, trained: Path) -> None:
@@ -162,9 +218,11 @@ def test_the_last_and_the_best_checkpoint_and_one_by_its_folder(corpus: Corpus, 
 
 def result(**changes: object) -> Result:
     base = Result(
-        positions="alibi", train_length=64, checkpoint="step-1", step=1, data="d", split="validation",
-        protocol="nonoverlapping", length=64, stride=64, block=None, tokens=10, documents=1, loss=2.0, loss_se=None,
-        perplexity_per_word=3.0, bits_per_byte=1.0, tokens_per_second=1.0, seconds=1.0, peak_bytes=None, device="cpu",
+        weights="w", position_options={}, data="d", split="validation", document_mask=False, protocol="nonoverlapping",
+        length=64, stride=64, block=None, per_document=None, targets=20, precision="float32", positions="alibi",
+        train_length=64, task="next tokens", checkpoint="step-1", step=1, corpus="data", tokens=20, documents=1,
+        loss=2.0, segment_losses=[20.0, 20.0], segment_counts=[10, 10], unigram=3.0, perplexity_per_word=3.0,
+        bits_per_byte=1.0, tokens_per_second=1.0, seconds=1.0, peak_bytes=None, device="cpu", version="0",
     )  # fmt: skip
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
@@ -192,25 +250,13 @@ def test_a_line_that_is_no_result_is_named(folder: Path) -> None:
         results.read(folder)
 
 
-def test_the_verdict_is_the_longest_length_within_a_hundredth_of_the_best() -> None:
-    losses = {64: 2.0, 128: 1.99, 256: 2.009, 512: 2.0099, 1024: 2.011, 2048: 3.0}
-    plain = [result(length=length, loss=loss) for length, loss in losses.items()]
-    repaired = [result(length=length, loss=2.0, protocol="blockwise", block=32) for length in (64, 2048)]
-    first, second = verdicts([*plain, *repaired, result(length=4096, loss=math.nan)])
-    assert (first.protocol, first.length, first.times, first.longest) == ("nonoverlapping", 512, 8.0, 4096)
-    assert (second.protocol, second.length, second.times) == ("blockwise (32)", 2048, 32.0)
-    assert str(first) == (
-        "nonoverlapping: holds to 512 tokens, 8× the training length: the loss is within 1% of its best, 1.9900"
-    )
-
-
 def test_the_command_ends_with_a_table_and_a_verdict(
     corpus: Corpus, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["eval", str(trained), "--data", str(corpus.directory), "--tokens", "64", "--device", "cpu"]
     assert main([*words, "--lengths", "8,16", "--protocol", "nonoverlapping,sliding", "--stride", "4"]) == 0
     said = capsys.readouterr().out
-    assert "alibi, trained at 8\n" in said
+    assert "alibi, trained at 8; read in float32 on cpu\n" in said
     assert f"{corpus.directory}, split 'validation' ({corpus.fingerprint})" in said
     assert "the same 64 tokens" in said
     assert [line.split()[2] for line in said.splitlines() if line.startswith(("     8", "    16"))]
@@ -274,7 +320,7 @@ model = Transformer(ModelConfig(258, layers=2, width=64, heads=4, train_length=6
 ids = torch.randint(258, (1, 131_073))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 with torch.no_grad():
-    total, losses = model(ids[:, :-1], ids[:, 1:])
+    losses = model.losses(ids[:, :-1], ids[:, 1:])
 assert losses.isfinite().all()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """

@@ -16,23 +16,37 @@ LENGTHS = st.integers(1, 40)
 def test_every_target_is_scored_exactly_once(length: int, targets: int, data: st.DataObject) -> None:
     stride = data.draw(st.integers(1, length))
     for one in (protocol("nonoverlapping", length, 16), protocol("sliding", length, 16, stride=stride)):
-        readings = list(one.readings(targets))
+        readings = list(one.readings([(0, targets)]))
         scored = [t for r in readings for t in range(r.start + r.context + 1, r.stop + 1)]
         assert scored == [*range(1, targets + 1)]
-        assert len(readings) == one.count(targets)
         assert all(r.stop - r.start <= length and r.scored > 0 for r in readings)
         assert sum(r.scored for r in readings) == targets
+
+
+@given(length=LENGTHS, counts=st.lists(st.integers(1, 60), min_size=1, max_size=5), data=st.data())
+def test_stretches_are_read_apart(length: int, counts: list[int], data: st.DataObject) -> None:
+    stride, stretches, begin = data.draw(st.integers(1, length)), [], 0
+    for count in counts:
+        stretches.append((begin, count))
+        begin += count + 7
+    one = protocol("sliding", length, 16, stride=stride, per_document=60)
+    readings = list(one.readings(stretches))
+    scored = [t for r in readings for t in range(r.start + r.context, r.stop)]
+    assert scored == [t for begin, count in stretches for t in range(begin, begin + count)]
+    assert all(any(begin <= r.start < r.stop <= begin + count for begin, count in stretches) for r in readings)
 
 
 @given(length=LENGTHS, targets=st.integers(1, 200))
 def test_sliding_by_the_length_is_nonoverlapping(length: int, targets: int) -> None:
     sliding = protocol("sliding", length, 16, stride=length)
-    assert list(sliding.readings(targets)) == list(protocol("nonoverlapping", length, 16).readings(targets))
+    assert list(sliding.readings([(0, targets)])) == list(
+        protocol("nonoverlapping", length, 16).readings([(0, targets)])
+    )
 
 
 @given(length=st.integers(2, 40), targets=st.integers(1, 200))
 def test_sliding_by_one_gives_every_target_all_the_context_that_fits(length: int, targets: int) -> None:
-    for reading in list(protocol("sliding", length, 16, stride=1).readings(targets))[1:]:
+    for reading in list(protocol("sliding", length, 16, stride=1).readings([(0, targets)]))[1:]:
         assert reading.scored == 1
         assert reading.stop - reading.start == length
 
@@ -45,10 +59,12 @@ def test_names_give_masks_and_defaults() -> None:
     assert protocol("blockwise", 100, 16, block=5).mask.block == 5  # type: ignore[union-attr]
     assert protocol("nonoverlapping", 100, 16).mask is None
     assert protocol("sliding", 100, 16).stride == 50
-    assert [str(one) for one in (blockwise, window, protocol("sliding", 9, 16, stride=2))] == [
+    sliding, apart = protocol("sliding", 9, 16, stride=2), protocol("nonoverlapping", 9, 16, per_document=4096)
+    assert [str(one) for one in (blockwise, window, sliding, apart)] == [
         "blockwise, 8",
         "window, 16",
         "sliding, stride 2",
+        "nonoverlapping, first 4,096 of each document",
     ]
 
 
@@ -61,6 +77,7 @@ def test_names_give_masks_and_defaults() -> None:
         ("nonoverlapping", {"stride": 5}, "stride: expected only with the protocol 'sliding', got 5"),
         ("sliding", {"block": 5}, "block: expected only with the protocols 'blockwise' and 'window', got 5"),
         ("window", {"block": 0}, "block: expected at least 1, got 0"),
+        ("window", {"per_document": 0}, "per_document: expected at least 1, got 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(name: str, options: dict[str, int], message: str) -> None:

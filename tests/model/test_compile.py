@@ -27,7 +27,7 @@ def forget() -> Iterator[None]:
 
 
 def losses(model: Transformer, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    total, _ = model(ids[:, :-1], targets=ids[:, 1:])
+    total = model(ids[:, :-1], targets=ids[:, 1:])
     model.zero_grad()
     total.backward()
     return total.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

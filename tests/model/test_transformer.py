@@ -30,7 +30,7 @@ def tokens(*shape: int) -> Tensor:
 
 def gradients(model: Transformer, ids: Tensor, **call: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of predicting each next token, and every weight's gradient."""
-    total, _ = model(ids[:, :-1], targets=ids[:, 1:], **call)
+    total = model(ids[:, :-1], targets=ids[:, 1:], **call)
     model.zero_grad()
     total.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -123,17 +123,17 @@ def test_packed_documents_are_as_each_would_be_alone(make: Make, method: str, ki
     )
     targets = tokens(2, 14)
     packed = model(ids, document_starts=starts)
-    total, losses = model(ids, targets, document_starts=starts)
+    mean, losses = model(ids, targets, document_starts=starts), model.losses(ids, targets, document_starts=starts)
     alone = 0.0
     for row, parts in enumerate(sizes):
         start = 0
         for size in parts:
             here = (slice(row, row + 1), slice(start, start + size))
             torch.testing.assert_close(packed[here], model(ids[here]), rtol=1e-10, atol=1e-10)
-            torch.testing.assert_close(losses[here], model(ids[here], targets[here])[1], rtol=1e-10, atol=1e-10)
-            alone += model(ids[here], targets[here])[0].item()
+            torch.testing.assert_close(losses[here], model.losses(ids[here], targets[here]), rtol=1e-10, atol=1e-10)
+            alone += model(ids[here], targets[here]).item() * size
             start += size
-    assert total.item() == pytest.approx(alone, rel=1e-12)
+    assert mean.item() == pytest.approx(alone / ids.numel(), rel=1e-12)
 
 
 @every_method
@@ -230,11 +230,12 @@ def test_losses_are_those_of_the_logits(make: Make) -> None:
     for tied in (True, False):
         model, ids, targets = make(tied=tied), tokens(3, 8), tokens(3, 8)
         targets[0, 2:5] = IGNORED
-        total, losses = model(ids, targets)
+        mean, losses = model(ids, targets), model.losses(ids, targets)
         expected = nn.functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), reduction="none")
         torch.testing.assert_close(losses, expected.view(3, 8), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(total, expected.sum(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(mean, expected.sum() / 21, rtol=1e-12, atol=1e-12)
         assert not losses.requires_grad
+        assert model(ids, torch.full_like(targets, IGNORED)).item() == 0
 
 
 @every_method

@@ -29,7 +29,15 @@ def evaluation(positions: str, length: int, **other: Any) -> dict[str, Any]:
         "tokens": 65536,
         "documents": 37,
         "loss": loss,
-        "loss_se": 0.02,
+        "segment_losses": [30000 * loss, 35536 * loss],
+        "segment_counts": [32768, 32768],
+        "unigram": 3.0,
+        "precision": "float32",
+        "document_mask": False,
+        "position_options": {},
+        "task": "next tokens",
+        "version": "0.1.0",
+        "per_document": None,
         "perplexity": math.exp(loss),
         "perplexity_per_word": math.exp(2.1 * loss),
         "bits_per_byte": loss / math.log(2),
@@ -42,6 +50,7 @@ def evaluation(positions: str, length: int, **other: Any) -> dict[str, Any]:
     if other.get("protocol") == "blockwise":
         record["loss"] = loss = 1.6 + GROWTH.get(positions, 0.2) / 10 * math.log2(length / 64)
         record["perplexity"] = math.exp(loss)
+        record["segment_losses"] = [30000 * loss, 35536 * loss]
     return {**record, **other}
 
 

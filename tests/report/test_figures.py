@@ -39,7 +39,7 @@ def test_the_same_numbers_give_the_same_file(one: Callable[..., Report], tmp_pat
 
 
 def test_what_is_not_finite_is_left_out(one: Callable[..., Report], tmp_path: Path) -> None:
-    bad = {"loss": math.inf, "perplexity": math.inf, "loss_se": math.nan, "bits_per_byte": None}
+    bad = {"loss": math.inf, "perplexity": math.inf, "unigram": math.nan, "bits_per_byte": None}
     lines = [evaluation("alibi", 64), evaluation("alibi", 128, **bad)]
     assert write_figures(one(*lines), tmp_path / "a", ["svg"])
     only = one(evaluation("alibi", 128, **bad, peak_bytes=None, perplexity_per_word=None), name="other")

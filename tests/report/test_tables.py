@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -13,9 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up import evaluation
 
+from lengthen.evaluation.errors import standard_error
 from lengthen.report import Report, Run, write_csv
 from lengthen.report.analyses import KINDS
-from lengthen.report.collect import Measurement
+from lengthen.report.collect import Measurement, paired
+
+SEGMENTS = ("segment_losses", "segment_counts")
 
 
 def measurement(*arguments: Any, **other: Any) -> Measurement:
@@ -36,14 +40,30 @@ def analysis(run: Path, kind: str) -> dict[str, Any]:
 def test_evaluations_are_those_of_the_files(report: Report, runs: list[Path], tmp_path: Path) -> None:
     paths = write_csv(report, tmp_path / "csv")
     names = ["evaluation", "resolution", "positions", "curse", "reach", "distance", "induction", "recall"]
+    names.append("differences")
     assert [path.name for path in paths] == [f"{name}.csv" for name in names]
     rows = iter(read(paths[0]))
     for run in runs:
         for line in (run / "evaluation.jsonl").read_text(encoding="utf-8").splitlines():
             record, row = json.loads(line), next(rows)
             assert row.pop("run") == str(run)
-            assert row == {key: "" if record[key] is None else str(record[key]) for key in record if key != "kind"}
+            told = {key: value for key, value in record.items() if key not in ("kind", *SEGMENTS)}
+            assert row == {key: "" if value in (None, {}) else str(value) for key, value in told.items()}
     assert next(rows, None) is None
+
+
+def test_differences_are_paired(report: Report, tmp_path: Path) -> None:
+    write_csv(report, tmp_path)
+    found = {(row["curve"], row["length"], row["other_curve"]): row for row in read(tmp_path / "differences.csv")}
+    along, between = found["alibi", "1024", "alibi"], found["alibi", "64", "xpos"]
+    assert float(along["loss_difference"]) == pytest.approx(-0.12)
+    segments = [-0.12 * 30000, -0.12 * 35536]
+    assert float(along["loss_difference_se"]) == pytest.approx(standard_error(segments, [32768, 32768]))
+    assert float(along["perplexity_ratio"]) == pytest.approx(math.exp(-0.12))
+    assert along["other_length"] == "64"
+    assert (float(between["loss_difference"]), float(between["loss_difference_se"])) == (0, 0)
+    other = report.runs[1].evaluations[0]
+    assert paired(report.runs[0].evaluations[0], dataclasses.replace(other, data="another")) is None
 
 
 def test_analyses_are_those_of_the_files(report: Report, runs: list[Path], tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import torch
 from lengthen.config import Config, DataConfig, TrainConfig
 from lengthen.data import Corpus, prepare
 from lengthen.model import IGNORED, ModelConfig
+from lengthen.model.score import Reading
 from lengthen.training import World
-from lengthen.training.batches import Batches, Work
+from lengthen.training.batches import Batches, Work, scoring
 
 CPU = torch.device("cpu")
 
@@ -121,18 +122,14 @@ def test_passes_are_all_rows_once(corpus: Corpus) -> None:
     assert all(starts is None for _, _, starts in batches(corpus).of(0).passes(3))
 
 
-def test_validation_is_the_same_at_every_step(corpus: Corpus) -> None:
-    both = torch.arange(2 * 13).view(2, 13)
-    ids, targets = batches(corpus).validation(both, [0, 1])
-    assert torch.equal(ids, both[:, :-1])
-    assert torch.equal(targets, both[:, 1:])
-    encoder = batches(corpus, kind="encoder")
-    first = encoder.validation(both, [4, 7])
-    second = batches(corpus, 1, 2, kind="encoder").validation(both[1:], [7])
-    assert torch.equal(first[0][1], second[0][0]), "a piece is hidden alike whichever process reads it"
-    assert torch.equal(first[1][1], second[1][0])
-    chosen = first[1] != IGNORED
-    assert torch.equal(first[1][chosen], both[:, :-1][chosen])
+def test_a_text_is_scored_as_it_was_trained(corpus: Corpus) -> None:
+    plain, hidden = scoring(config(), corpus), scoring(config(kind="encoder"), corpus)
+    assert (plain.hide, plain.document_mask) == (None, False)
+    group = [Reading(0, 12, 0), Reading(12, 24, 0)]
+    ids, targets, _ = hidden.batch(group)
+    chosen, text = targets != IGNORED, torch.from_numpy(corpus["validation"].read(0, 24)).view(2, 12)
+    assert torch.equal(targets[chosen], text[chosen])
+    assert torch.equal(hidden.batch(group[1:])[0], ids[1:]), "a piece is hidden alike whichever process reads it"
 
 
 def test_what_cannot_be_is_named(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,5 +140,5 @@ def test_what_cannot_be_is_named(corpus: Corpus, tmp_path: Path, monkeypatch: py
     with pytest.raises(ValueError, match=r"^length: a window of 24 tokens and its last target need 25 tokens, but"):
         batches(small)
     monkeypatch.setattr(corpus, "mask_id", None)
-    with pytest.raises(ValueError, match=r"^model.kind = 'encoder': the corpus' tokenizer has no mask token"):
+    with pytest.raises(ValueError, match=r"^model.kind = 'encoder': the tokenizer of .* has no mask token"):
         batches(corpus, kind="encoder")

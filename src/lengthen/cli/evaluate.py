@@ -3,24 +3,29 @@
   lengthen eval runs/tiny                                          1×, 2×, … 32× the training length
   lengthen eval runs/tiny --lengths 64,1024,131072 --data data/books
   lengthen eval runs/xpos --protocol nonoverlapping,blockwise      as the LEX paper: blocks of half the training length
+  lengthen eval runs/xpos --per-document 4096                      the first 4,096 tokens of each document
   lengthen eval runs/tiny --protocol sliding --stride 1 --lengths 64 --tokens 4096
+  lengthen eval runs/rotary --positions.scaling yarn --positions.factor 8      the method changed after training
 
 Protocols: nonoverlapping (pieces, each read by itself), sliding (windows, the last --stride tokens of each scored),
 blockwise and window (pieces, read with blockwise causal attention or with a window). The same tokens are scored at
-every length. Results go to evaluation.jsonl in the run's folder as they come; what is there already is not measured
-again, and what was interrupted goes on where it was.
+every length; an encoder is scored on masked tokens. --positions.NAME VALUE is an option of the position method.
+Results go to evaluation.jsonl in the run's folder as they come; what is there already is not measured again, and what
+was interrupted goes on where it was.
 
-The verdict is the longest length at which the loss is within 1 % of its best, as a multiple of the training length.
+The verdict: a model holds to the longest length before its perplexity is more than 2 % above that at the training
+length, over the same tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from lengthen.cli import flags
 from lengthen.cli.progress import amount, show_progress
 
 if TYPE_CHECKING:
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
 
 Protocol = Literal["nonoverlapping", "sliding", "blockwise", "window"]
 TIMES = (1, 2, 4, 8, 16, 32)  # the training length, by default
+OPTIONS = "--positions."  # of whatever name: what a method takes, the method checks
 
 
 @dataclass(frozen=True)
@@ -42,10 +48,19 @@ class Arguments:
     protocol: list[Protocol] = field(default_factory=lambda: ["nonoverlapping"])  # how a text is read
     stride: int | None = None  # of sliding; none: half the length
     block: int | None = None  # of blockwise, none: half the training length; of window, none: all of it
+    per_document: int | None = None  # read each document from its start, and so many of its tokens; none: as they stand
     tokens: int | None = None  # to score; none: 131072, or the longest length
     checkpoint: Literal["last", "best"] = "last"  # which of a run's checkpoints
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 is autocast; auto: that on a GPU
     device: str | None = None  # cpu or cuda; none: cuda where there is one
     again: bool = False  # measure again what is there already
+    positions: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)  # --positions.NAME
+
+
+def parse(words: list[str]) -> Arguments:
+    """Return the words, options of the position method among them."""
+    options, rest = flags.take(words, OPTIONS)
+    return replace(flags.parse(Arguments, rest, "eval", __doc__ or ""), positions=options)
 
 
 def run(arguments: Arguments) -> int:
@@ -54,7 +69,8 @@ def run(arguments: Arguments) -> int:
     from lengthen.evaluation import evaluate, open_run, protocol, verdicts
     from lengthen.training.parallel import pick_device
 
-    subject = open_run(arguments.run, arguments.checkpoint, pick_device(arguments.device))
+    device = pick_device(arguments.device)
+    subject = open_run(arguments.run, arguments.checkpoint, device, arguments.positions)
     corpus = corpus_of(subject, arguments.data)
     base, longest = subject.model.config.train_length, subject.model.config.longest
     given = arguments.lengths
@@ -71,6 +87,7 @@ def run(arguments: Arguments) -> int:
             base,
             arguments.stride if name == "sliding" or len(names) == 1 else None,
             arguments.block if name in ("blockwise", "window") or len(names) == 1 else None,
+            arguments.per_document,
         )
         for length in lengths
         if length not in beyond
@@ -83,13 +100,14 @@ def run(arguments: Arguments) -> int:
             chosen,
             split=arguments.split,
             tokens=arguments.tokens,
+            precision=arguments.precision,
             tell=lambda one, done, total: progress(f"{one.length:,} {one}", done, total),
             again=arguments.again,
         )
     print(describe(subject, results, corpus))
     print()
-    for verdict in verdicts(results):
-        print(verdict)
+    for name, verdict in verdicts(results).items():
+        print(f"{name}: {verdict}")
     return 0
 
 
@@ -106,31 +124,53 @@ def whole_numbers(name: str, given: list[int]) -> list[int]:
     return sorted(set(given))
 
 
+def _changes(results: list[Result]) -> dict[str, str]:
+    """Return by how much each perplexity is above that at the training length, paired; nothing for that one itself."""
+    from lengthen.evaluation.verdict import change_between, grouped, judge
+
+    found = {one.key: "" for one in results}
+    for group in grouped(results).values():
+        if judged := judge(group, group[0].train_length):
+            others = (one for one in group if one is not judged.reference)
+            found |= {one.key: str(change_between(one, judged.reference)) for one in others}
+    return found
+
+
 def describe(subject: Subject, results: list[Result], corpus: Corpus) -> str:
-    """Return the results as a table, under a line that says what they are of."""
+    """Return the results as a table, under lines that say what they are of."""
     from lengthen.evaluation import Protocol
 
     config, first = subject.model.config, results[0]
+    changed = ", ".join(f"{name} {value}" for name, value in config.position_options.items())
+    another = "" if corpus.fingerprint == subject.checkpoint.state["data"] else ", which is not what it was trained on"
     head = (
-        f"\n{subject.checkpoint.path}: {config.positions}, trained at {config.train_length:,}\n"
-        f"{corpus.directory}, split {first.split!r} ({corpus.fingerprint}): the same {first.tokens:,} tokens of "
-        f"{first.documents:,} documents at every length"
+        f"\n{subject.checkpoint.path}: {config.positions}{f' ({changed})' if changed else ''}, trained at "
+        f"{config.train_length:,}; read in {first.precision} on {first.device}\n"
+        f"{corpus.directory}, split {first.split!r} ({corpus.fingerprint}){another}: the same {first.tokens:,} "
+        f"{'tokens' if first.task == 'next tokens' else first.task} of {first.documents:,} documents at every length"
+        f"{', which do not see each other' if first.document_mask else ''}"
     )
-    rows = [("length", "×", "protocol", "loss ± s.e.", "perplexity", "per word", "bits/byte", "tokens/s", "memory")]
+    changes = _changes(results)
+    rows: list[tuple[str, ...]] = [
+        ("length", "×", "protocol", "loss", "perplexity", "change", "per word", "bits/byte", "tokens/s", "memory")
+    ]
     for one in results:
         rows.append(
             (
                 f"{one.length:,}",
                 f"{one.length / one.train_length:g}",
-                str(Protocol(one.protocol, one.length, one.stride, one.block)),
-                f"{one.loss:.4f}" + ("" if one.loss_se is None else f" ± {one.loss_se:.4f}"),
+                str(Protocol(one.protocol, one.length, one.stride, one.block, one.per_document)),
+                f"{one.loss:.4f}",
                 f"{one.perplexity:.3f}",
+                changes[one.key],
                 f"{one.perplexity_per_word:,.4g}",
                 f"{one.bits_per_byte:.4f}",
                 f"{one.tokens_per_second:,.0f}",
                 "–" if one.peak_bytes is None else amount(one.peak_bytes),
             )
         )
+    if all(one.peak_bytes is None for one in results):
+        rows = [row[:-1] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     left = {2}  # columns of words
     lines = [

@@ -15,7 +15,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from lengthen.checks import nearest
-from lengthen.io import alternatives, keys, named
+from lengthen.io import alternatives, keys, literal, named
 
 T = TypeVar("T")
 
@@ -34,6 +34,20 @@ def parse(kind: type[T], words: Sequence[str], verb: str, description: str, defa
         config=(tyro.conf.FlagCreatePairsOff,),
         registry=REGISTRY,
     )
+
+
+def take(words: Sequence[str], prefix: str) -> tuple[dict[str, Any], list[str]]:
+    """Return what is given as PREFIXname value, for names that no dataclass lists, and the words that are left."""
+    taken, rest, queue = {}, [], [part for word in words for part in _parts(word)]
+    while queue:
+        word = queue.pop(0)
+        if not word.startswith(prefix):
+            rest.append(word)
+            continue
+        if not queue or queue[0].startswith("--"):
+            raise ValueError(f"{word}: expected a value, got none")
+        taken[word.removeprefix(prefix)] = literal(queue.pop(0))
+    return taken, rest
 
 
 def _parts(word: str) -> list[str]:

@@ -174,6 +174,14 @@ class Tokens:
         taken = [shard[max(start - begin, 0) : stop - begin] for shard, begin in shards]
         return np.concatenate([np.zeros(0, dtype=np.int64), *taken], dtype=np.int64)
 
+    def document_starts(self, start: int, stop: int) -> Ints:
+        """Return where the document of each of tokens start … stop − 1 starts, counted from `start`; 0 if before it."""
+        low, high = np.searchsorted(self.documents, [start + 1, stop], side="left")
+        borders = self.documents[low:high] - start
+        begins = np.zeros(stop - start, dtype=np.int64)
+        begins[borders] = borders
+        return np.maximum.accumulate(begins)
+
     @cached_property
     def documents(self) -> Ints:
         """Where each document starts, and last where the final one ends: [documents + 1] token offsets."""

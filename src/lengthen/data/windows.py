@@ -95,20 +95,20 @@ class Windows:
     def start(self, step: int, row: int) -> int:
         """Return the position of the first token of a row of a step's global batch."""
         if self.order == "sample":
-            key = _mix(_mix(self.seed, 1), step)
-            return int(_mix(key, row) % (len(self.tokens) - self.length))
+            key = mix(mix(self.seed, 1), step)
+            return int(mix(key, row) % (len(self.tokens) - self.length))
         epoch, place = divmod(step * self.rows + row, self.per_epoch)
         return self.offset(epoch) + int(self._order_of(epoch)[place]) * self.length
 
     def offset(self, epoch: int) -> int:
         """Return where an epoch's first window starts."""
-        return int(_mix(_mix(self.seed, 2), epoch) % self._offsets)
+        return int(mix(mix(self.seed, 2), epoch) % self._offsets)
 
     def _order_of(self, epoch: int) -> Ints:
         if epoch not in self._shuffled:
             while len(self._shuffled) >= 2:  # a batch that crosses a border needs the two epochs on either side of it
                 del self._shuffled[next(iter(self._shuffled))]
-            self._shuffled[epoch] = _permutation(self.per_epoch, _mix(_mix(self.seed, 3), epoch))
+            self._shuffled[epoch] = _permutation(self.per_epoch, mix(mix(self.seed, 3), epoch))
         return self._shuffled[epoch]
 
     def _keep_apart(self, starts: list[int], targets: Ints) -> Ints:
@@ -124,7 +124,7 @@ class Windows:
         return np.maximum.accumulate(begins, axis=1)
 
 
-def _mix(key: int, number: Any) -> Any:
+def mix(key: int, number: Any) -> Any:
     """Return 64 random bits for a number, or for each of an array of uint64, under a key: one step of SplitMix64."""
     z = (key + (number + 1) * _GOLDEN) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -134,4 +134,4 @@ def _mix(key: int, number: Any) -> Any:
 
 def _permutation(count: int, key: int) -> Ints:
     """Return 0 … count − 1 in the order of their random bits under a key."""
-    return np.argsort(_mix(key, np.arange(count, dtype=np.uint64)), kind="stable").astype(np.int64)
+    return np.argsort(mix(key, np.arange(count, dtype=np.uint64)), kind="stable").astype(np.int64)

@@ -1,8 +1,9 @@
 """Test long: perplexity at any length under a named protocol, and what the two papers look at beside it.
 
 protocols.py    which windows are read, which tokens count, what each sees
-measure.py      a text scored with a model, losses by document; the scoring loop itself is model/score.py
+measure.py      a text scored with any model; the scoring loop itself is model/score.py
 runs.py         a checkpoint at many lengths; results.py keeps them, with how each was made
+errors.py       standard errors of differences; verdict.py: how far a model can be stretched
 memory.py       what it took
 analyses/       resolution, loss by position, reach, attention by distance, recall: one file each
 capture.py      what each layer's attention is given in a pass
@@ -11,8 +12,9 @@ recall.py       a text in which a key's value is told once and asked for later
 
 from lengthen.evaluation.measure import Tally, score
 from lengthen.evaluation.protocols import Protocol, protocol
-from lengthen.evaluation.results import Result, Verdict, verdicts
+from lengthen.evaluation.results import Result
 from lengthen.evaluation.runs import Subject, evaluate, open_run
+from lengthen.evaluation.verdict import Verdict, judge, verdicts
 from lengthen.model.score import Reading
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "Tally",
     "Verdict",
     "evaluate",
+    "judge",
     "open_run",
     "protocol",
     "score",

@@ -1,4 +1,9 @@
-"""Scoring a text with a model under a protocol: losses summed by document, in stretches that a stop does not lose."""
+"""Scoring a text with a model under a protocol: losses summed by document and by segment of the text.
+
+A text's targets, in the order in which they stand, are cut into up to 64 segments of one size. Every measurement of the
+same targets has the same segments, whatever its length, protocol or model: so two of them can be compared segment by
+segment, and a difference has a standard error of its own (`errors.py`).
+"""
 
 from __future__ import annotations
 
@@ -6,113 +11,202 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from lengthen import io
-from lengthen.data import Tokens
+from lengthen.checks import whole_number
+from lengthen.data import Corpus, Tokens
+from lengthen.data.masking import Masking
+from lengthen.evaluation.errors import perplexity, standard_error
 from lengthen.evaluation.memory import Peak
-from lengthen.evaluation.protocols import Protocol
-from lengthen.model import Transformer
-from lengthen.model.score import Reading, window_losses
+from lengthen.evaluation.protocols import Protocol, Stretch, protocol
+from lengthen.model import IGNORED
+from lengthen.model.score import Hide, Model, Reading, Task, device_of, window_losses
 
 SAVE_SECONDS = 10.0
+SEGMENTS = 64
+MASK_FRACTION = 0.15  # of an encoder's tokens, where no run says another
+UNIGRAM_TOKENS, READ = 1 << 24, 1 << 20  # of the text that are counted for its unigram distribution, and at once
 
 Tell = Callable[[int, int], None]  # targets scored, and how many there are
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass
 class Tally:
-    """Losses and counts by document, and how many windows they are from."""
+    """Sums of losses and counts of targets, by document and by segment."""
 
-    losses: npt.NDArray[np.float64]
-    counts: npt.NDArray[np.int64]
+    losses: Floats
+    counts: Ints
+    segment_losses: Floats = field(default_factory=lambda: np.zeros(SEGMENTS))
+    segment_counts: Ints = field(default_factory=lambda: np.zeros(SEGMENTS, dtype=np.int64))
+    read: int = 0  # targets that were come to; of an encoder, few of them are scored
     windows: int = 0
     seconds: float = 0.0
     peak: int | None = None
 
     @property
     def loss(self) -> float:
-        """The mean loss of a token."""
-        return float(self.losses.sum() / self.counts.sum())
+        """The mean loss per token, in nats."""
+        return float(self.losses.sum() / self.counts.sum()) if self.tokens else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """e^loss, per token."""
+        return perplexity(self.loss)
+
+    @property
+    def tokens(self) -> int:
+        """How many were scored."""
+        return int(self.counts.sum())
 
     @property
     def standard_error(self) -> float | None:
-        """The mean's standard error over documents: tokens of one document are not independent of each other.
+        """The mean loss's standard error over segments."""
+        return standard_error(self.segment_losses.tolist(), self.segment_counts.tolist())
 
-        It is that of a ratio of sums, √(n/(n − 1)·Σ (l_d − mean·c_d)²) / Σ c_d over n documents.
-        """
-        seen = self.counts > 0
-        n = int(seen.sum())
-        if n < 2:
-            return None
-        off = self.losses[seen] - self.loss * self.counts[seen]
-        return float(math.sqrt(n / (n - 1) * float((off**2).sum())) / self.counts.sum())
-
-    def add(self, tokens: Tokens, one: Reading, losses: npt.NDArray[np.float64]) -> None:
-        """Add the losses of one window's tokens to the documents that their targets stand in."""
-        places = np.arange(one.start + one.context + 1, one.stop + 1)  # where the scored targets stand in the text
+    def add(
+        self, tokens: Tokens, one: Reading, shift: int, scored: npt.NDArray[np.bool_], losses: Floats, targets: int
+    ) -> None:
+        """Add what one window scored: `scored` and `losses` of its tokens, whose targets stand `shift` further on."""
+        places = np.arange(one.start + one.context, one.stop) + shift  # where the targets stand in the text
+        segments = np.arange(self.read, self.read + len(places)) * SEGMENTS // targets
         documents = np.searchsorted(tokens.documents, places, side="right") - 1
-        first, last = int(documents[0]), int(documents[-1]) + 1
-        here = documents - first
-        self.losses[first:last] += np.bincount(here, weights=losses[one.context :], minlength=last - first)
-        self.counts[first:last] += np.bincount(here, minlength=last - first)
+        scored, losses = scored[one.context :], losses[one.context :]
+        np.add.at(self.losses, documents[scored], losses[scored])
+        np.add.at(self.counts, documents[scored], 1)
+        np.add.at(self.segment_losses, segments[scored], losses[scored])
+        np.add.at(self.segment_counts, segments[scored], 1)
+        self.read += len(places)
         self.windows += 1
 
-    def per(self, tokens: Tokens, units: npt.NDArray[np.int64]) -> float:
-        """Return nats per unit (bytes, words); of a document that was scored in part, its share of them counts."""
-        sizes = np.diff(tokens.documents)
-        sizes[0] -= 1  # the first token of the text is nobody's target
-        share = self.counts / np.maximum(sizes, 1)
-        return float(self.losses.sum() / (share * units).sum())
+    def per(self, tokens: Tokens, units: Ints) -> float:
+        """Return nats per unit (bytes, words); a document that was scored in part counts with that fraction of them."""
+        sizes = np.maximum(np.diff(tokens.documents), 1)
+        amount = float((np.minimum(self.counts / sizes, 1) * units).sum())
+        return float(self.losses.sum()) / amount if amount else math.nan
 
 
 def score(
-    model: Transformer,
-    tokens: Tokens,
-    protocol: Protocol,
-    targets: int,
+    model: Model,
+    text: Corpus | Tokens,
+    how: str | Protocol = "nonoverlapping",
+    length: int | None = None,
     *,
+    stride: int | None = None,
+    block: int | None = None,
+    per_document: int | None = None,
+    split: str = "validation",
+    tokens: int | None = None,
+    document_mask: bool = False,
+    precision: torch.dtype | None = None,
+    tell: Tell = lambda done, total: None,
+) -> Tally:
+    """Score a text with any model: one that maps ids to logits, or a `Transformer`.
+
+    >>> score(model, corpus, "sliding", 1024, stride=256).perplexity              # doctest: +SKIP
+
+    Args:
+        model: on the device that it shall run on.
+        text: a corpus, whose `split` is read, or one split's tokens.
+        how: a protocol's name, or a protocol.
+        length: tokens that are read at once; None: the model's training length, if it has one.
+        stride, block, per_document: of the protocol, see `protocol`.
+        split: of the corpus.
+        tokens: how many are scored, at most; None: all.
+        document_mask: documents do not see each other.
+        precision: of matrix products; None: bfloat16 on a GPU, the weights' own elsewhere.
+        tell: called with how many were read, and the number of them all.
+    """
+    config = getattr(model, "config", None)
+    train_length = getattr(config, "train_length", None)
+    if isinstance(how, str):
+        if length is None and train_length is None:
+            raise ValueError("length: expected a number of tokens, as this model has no training length, got none")
+        how = protocol(how, length or train_length or 1, train_length or length or 1, stride, block, per_document)
+    elif (length, stride, block, per_document) != (None,) * 4:
+        raise ValueError("length, stride, block, per_document: expected none beside a Protocol, which has them")
+    hide: Hide | None = None
+    if getattr(config, "kind", "decoder") == "encoder":
+        mask_id = text.mask_id if isinstance(text, Corpus) else None
+        if not isinstance(text, Corpus) or mask_id is None:
+            raise ValueError("text: expected a corpus whose tokenizer has a mask token, to score an encoder with")
+        hide = Masking(MASK_FRACTION, mask_id, text.vocab_size)
+    chosen = text[split] if isinstance(text, Corpus) else text
+    if tokens is not None:
+        whole_number("tokens", tokens, at_least=1)
+    return measure(
+        model, chosen, Task(chosen, hide, document_mask), how, how.stretches(chosen, tokens), precision, tell
+    )
+
+
+def measure(
+    model: Model,
+    tokens: Tokens,
+    task: Task,
+    how: Protocol,
+    stretches: list[Stretch],
+    precision: torch.dtype | None = None,
     tell: Tell = lambda done, total: None,
     partial: Path | None = None,
     name: object = None,
 ) -> Tally:
-    """Score the first `targets` targets of a split.
+    """Score stretches of a text, as `score` does.
 
-    Args:
-        model: on the device that it shall run on.
-        tokens: the split.
-        protocol: how it is read.
-        targets: how many are scored; the split has one token more, at least.
-        tell: called with how many were scored, and the number of them all.
-        partial: a file where the tally is kept every few seconds; a call with the same `name` goes on from it.
-        name: what is measured, of JSON's types; a tally kept under another name is not used.
+    `partial` is a file where the tally is kept every few seconds; a call with the same `name`, of JSON's types, goes on
+    from it.
     """
-    if not 1 <= targets < len(tokens):
-        raise ValueError(f"targets: expected 1 … {len(tokens) - 1}, all that the text has, got {targets}")
-    documents = len(tokens.documents) - 1
-    tally = _kept(partial, name, documents) or Tally(np.zeros(documents), np.zeros(documents, dtype=np.int64))
-    peak, began = Peak(next(model.parameters()).device), time.perf_counter()
+    total = sum(count for _, count in stretches)
+    if total < 1:
+        raise ValueError(
+            f"text: expected at least one token to predict in split {tokens.name!r} of {tokens.directory}, got none"
+        )
+    if task.hide is not None and how.mask is not None:
+        raise ValueError(
+            f"protocol: expected nonoverlapping or sliding for an encoder, which sees both ways, got {how}"
+        )
+    tally, shift = _begun(partial, name, len(tokens.documents) - 1), 0 if task.hide else 1
+    peak, began = Peak(device_of(model)), time.perf_counter()
     before, saved = tally.seconds, began
-    rest = itertools.islice(protocol.readings(targets), tally.windows, None)
-    for group, losses in window_losses(model, tokens.read, rest, protocol.mask):
-        for one, row in zip(group, losses.numpy(), strict=True):
-            tally.add(tokens, one, row)
+    rest = itertools.islice(how.readings(stretches), tally.windows, None)
+    for group, targets, losses in window_losses(model, task, rest, mask=how.mask, precision=precision):
+        scored = (targets != IGNORED).numpy()
+        for one, row, each in zip(group, scored, losses.numpy(), strict=True):
+            tally.add(tokens, one, shift, row, each, total)
         now = time.perf_counter()
         tally.seconds = before + now - began
-        tell(int(tally.counts.sum()), targets)
+        tell(tally.read, total)
         if partial is not None and now - saved > SAVE_SECONDS:
             saved = now
-            sums = tally.losses.tolist(), tally.counts.tolist()
-            io.write_json(partial, _Kept(name, tally.windows, tally.seconds, *sums))
+            io.write_json(partial, {"name": name, **{key: _plain(value) for key, value in asdict(tally).items()}})
     tally.peak = peak.bytes()
     if partial is not None:
         partial.unlink(missing_ok=True)
     return tally
+
+
+def unigram_loss(tokens: Tokens, vocab_size: int, stretches: list[Stretch]) -> float:
+    """Return the mean loss of the stretches' targets under the text's own unigram distribution, in nats.
+
+    It is what predicting every token from its frequency alone would give: a model that is not better has learned
+    nothing. Of a long text the first part is counted, with the stretches' targets.
+    """
+    asked = np.zeros(vocab_size, dtype=np.int64)
+    for start, count in stretches:
+        for begin in range(start + 1, start + count + 1, READ):
+            asked += np.bincount(tokens.read(begin, min(begin + READ, start + count + 1)), minlength=vocab_size)
+    counted = asked.copy()
+    for begin in range(0, min(len(tokens), UNIGRAM_TOKENS), READ):
+        counted += np.bincount(tokens.read(begin, min(begin + READ, len(tokens))), minlength=vocab_size)
+    seen = asked > 0
+    return float((asked[seen] * np.log(counted.sum() / counted[seen])).sum() / asked.sum())
 
 
 @dataclass(frozen=True)
@@ -120,18 +214,30 @@ class _Kept:
     """A tally on its way, as a file has it."""
 
     name: Any
-    windows: int
-    seconds: float
     losses: list[float]
     counts: list[int]
+    segment_losses: list[float]
+    segment_counts: list[int]
+    read: int
+    windows: int
+    seconds: float
+    peak: int | None
 
 
-def _kept(path: Path | None, name: object, documents: int) -> Tally | None:
-    """Return the tally that an earlier call left under this name, of a text with as many documents."""
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _begun(path: Path | None, name: object, documents: int) -> Tally:
+    """Return the tally that an earlier call left under this name, of a text with as many documents; or a new one."""
     try:
         kept = None if path is None else io.read_json(path, _Kept)
     except (FileNotFoundError, TypeError, ValueError):
-        return None
-    if kept is None or kept.name != name or len(kept.losses) != documents:
-        return None
-    return Tally(np.array(kept.losses), np.array(kept.counts, dtype=np.int64), kept.windows, kept.seconds)
+        kept = None
+    if kept is None or kept.name != name or (len(kept.losses), len(kept.segment_losses)) != (documents, SEGMENTS):
+        return Tally(np.zeros(documents), np.zeros(documents, dtype=np.int64))
+    values: dict[str, Any] = {
+        key: np.array(value) if isinstance(value, list) else value for key, value in vars(kept).items()
+    }
+    del values["name"]
+    return Tally(**values)

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from lengthen import __version__, io
 from lengthen.checks import whole_number
+from lengthen.config import Config
 from lengthen.data import Corpus, Tokens
 from lengthen.evaluation import results
-from lengthen.evaluation.measure import Tally, score
+from lengthen.evaluation.errors import perplexity
+from lengthen.evaluation.measure import Tally, measure, unigram_loss
 from lengthen.evaluation.protocols import Protocol
-from lengthen.evaluation.results import Result
+from lengthen.evaluation.results import Measured, Result
 from lengthen.model import Transformer, load
+from lengthen.model.score import device_of, precision_of, usual_precision
 from lengthen.training import checkpoint as checkpoints
+from lengthen.training.batches import scoring
 from lengthen.training.checkpoint import Checkpoint
 
 TOKENS = 131_072  # scored by default, the same ones at every length; more if a length asks for it
@@ -30,6 +37,7 @@ class Subject:
     model: Transformer
     checkpoint: Checkpoint
     folder: Path
+    config: Config  # of the run
 
     @cached_property
     def weights(self) -> str:
@@ -37,8 +45,16 @@ class Subject:
         return self.checkpoint.weights
 
 
-def open_run(path: str | Path, which: str = "last", device: str | torch.device = "cpu") -> Subject:
-    """Return the model of a run's folder (its last or best checkpoint) or of one checkpoint's folder."""
+def open_run(
+    path: str | Path,
+    which: str = "last",
+    device: str | torch.device = "cpu",
+    position_options: Mapping[str, Any] | None = None,
+) -> Subject:
+    """Return the model of a run's folder (its last or best checkpoint) or of one checkpoint's folder.
+
+    `position_options` are read over those that the model was trained with: `{"scaling": "yarn", "factor": 8}`.
+    """
     folder = Path(path)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: expected a run's folder, got no such folder; `lengthen train` makes one")
@@ -53,14 +69,15 @@ def open_run(path: str | Path, which: str = "last", device: str | torch.device =
     if chosen is None:
         why = "none with a validation loss" if which == "best" else "none"
         raise FileNotFoundError(f"{folder}: expected a run with a checkpoint, got {why}; `lengthen train` writes them")
-    return Subject(load(chosen.path, device), chosen, folder)
+    config = io.read_toml(chosen.path / "config.toml", Config)
+    return Subject(load(chosen.path, device, position_options), chosen, folder, config)
 
 
-def targets_for(tokens: Tokens, lengths: Iterable[int], limit: int | None) -> int:
+def targets_for(tokens: Tokens, protocols: Iterable[Protocol], limit: int | None) -> int:
     """Return how many targets are scored at every length: the limit, or more if a length needs it, or all there are."""
     if limit is not None:
         whole_number("tokens", limit, at_least=1)
-    longest = max(lengths)
+    longest = max(one.length for one in protocols)
     there = len(tokens) - 1
     if longest > there:
         raise ValueError(
@@ -77,38 +94,46 @@ def evaluate(
     *,
     split: str = "validation",
     tokens: int | None = None,
+    precision: str = "auto",
     tell: Callable[[Protocol, int, int], None] = lambda protocol, done, total: None,
     again: bool = False,
 ) -> list[Result]:
     """Score under each protocol, shortest first, and return all results; those that are there are not made again.
 
     Results are appended to `evaluation.jsonl` in the subject's folder as they come. A measurement that is interrupted
-    goes on where it was.
+    goes on where it was. `precision` is "auto", "float32" or "bfloat16", see `lengthen.model.score`.
     """
     chosen = sorted(protocols, key=lambda one: (one.length, one.name))
     if not chosen:
         raise ValueError("protocols: expected at least one, got none")
-    if (kind := subject.model.config.kind) != "decoder":
-        raise ValueError(f"run: expected a decoder, got an {kind}, which sees the tokens that it is scored on")
     refuse_other_tokens(subject, corpus)
-    text = corpus[split]
-    targets = targets_for(text, (one.length for one in chosen), tokens)
+    text, task = corpus[split], scoring(subject.config, corpus, split)
+    limit, device = targets_for(text, chosen, tokens), device_of(subject.model)
+    dtype = usual_precision(device) if precision == "auto" else getattr(torch, precision)
     known = {} if again else results.read(subject.folder)
     found = []
     for one in chosen:
-        about = _about(subject, corpus, split, one, targets)
-        result = known.get(results.key(about))
+        stretches = one.stretches(text, limit)
+        measured = Measured(
+            weights=subject.weights,
+            position_options=subject.model.config.position_options,
+            data=corpus.fingerprint,
+            split=split,
+            document_mask=task.document_mask,
+            protocol=one.name,
+            length=one.length,
+            stride=one.stride,
+            block=one.block,
+            per_document=one.per_document,
+            targets=sum(count for _, count in stretches),
+            precision=precision_of(subject.model, dtype),
+        )
+        result = known.get(measured.key)
         if result is None:
-            tally = score(
-                subject.model,
-                text,
-                one,
-                targets,
-                tell=lambda done, total, one=one: tell(one, done, total),  # type: ignore[misc]
-                partial=subject.folder / ".evaluation.partial.json",
-                name=[*results.key(about)],
-            )
-            result = _result(about, subject, tally, text)
+            partial = subject.folder / ".evaluation.partial.json"
+            told = functools.partial(tell, one)
+            tally = measure(subject.model, text, task, one, stretches, dtype, told, partial, measured.key)
+            result = _result(measured, subject, corpus, tally, text, unigram_loss(text, corpus.vocab_size, stretches))
             results.append(subject.folder, result)
         found.append(result)
     return found
@@ -130,34 +155,27 @@ def refuse_other_tokens(subject: Subject, corpus: Corpus) -> None:
         )
 
 
-def _about(subject: Subject, corpus: Corpus, split: str, one: Protocol, targets: int) -> dict[str, object]:
-    return {
-        "positions": subject.model.config.positions,
-        "train_length": subject.model.config.train_length,
-        "checkpoint": subject.checkpoint.path.name,
-        "step": subject.checkpoint.step,
-        "weights": subject.weights,
-        "data": corpus.fingerprint,
-        "split": split,
-        "protocol": one.name,
-        "length": one.length,
-        "stride": one.stride,
-        "block": one.block,
-        "tokens": targets,
-    }
-
-
-def _result(about: dict[str, object], subject: Subject, tally: Tally, text: Tokens) -> Result:
-    words, size = tally.per(text, text.words), tally.per(text, text.bytes)
+def _result(measured: Measured, subject: Subject, corpus: Corpus, tally: Tally, text: Tokens, unigram: float) -> Result:
+    config, device = subject.model.config, device_of(subject.model)
     return Result(
-        **about,  # type: ignore[arg-type]
+        **vars(measured),
+        positions=config.positions,
+        train_length=config.train_length,
+        task="next tokens" if config.kind == "decoder" else "masked tokens",
+        checkpoint=subject.checkpoint.path.name,
+        step=subject.checkpoint.step,
+        corpus=str(corpus.directory),
+        tokens=tally.tokens,
         documents=int((tally.counts > 0).sum()),
         loss=tally.loss,
-        loss_se=tally.standard_error,
-        perplexity_per_word=math.exp(words) if words < 700 else math.inf,
-        bits_per_byte=size / math.log(2),
-        tokens_per_second=float(tally.counts.sum()) / max(tally.seconds, 1e-9),
+        segment_losses=tally.segment_losses.tolist(),
+        segment_counts=tally.segment_counts.tolist(),
+        unigram=unigram,
+        perplexity_per_word=perplexity(tally.per(text, text.words)),
+        bits_per_byte=tally.per(text, text.bytes) / math.log(2),
+        tokens_per_second=tally.tokens / max(tally.seconds, 1e-9),
         seconds=tally.seconds,
         peak_bytes=tally.peak,
-        device=str(next(subject.model.parameters()).device),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        version=__version__,
     )

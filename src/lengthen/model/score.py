@@ -1,8 +1,12 @@
-"""The loss of each token of a text, window by window: one way for validation, `eval` and the analyses of loss.
+"""The loss of each token of a text, window by window: one loop for validation, `eval` and the analyses of loss.
 
-**Precision.** The forward pass runs as the device trains: under bfloat16 autocast on a GPU, in the weights' own dtype
-elsewhere. Validation passes its run's `train.precision` instead. Logits are widened to float32, if they are narrower,
-for the log-sum-exp; losses leave here in float64, and sums are float64.
+**A model** is anything that maps ids `[rows, length]` to logits `[rows, length, vocabulary]`, alone or as
+`.logits`. One that has a method `losses(ids, targets, mask=…, document_starts=…)`, as `Transformer` does, computes them
+itself; only such a model can be read under another mask, or with documents apart.
+
+**Precision.** The forward pass runs as the device trains, unless it is told otherwise: under bfloat16 autocast on a
+GPU, in the weights' own dtype elsewhere. Validation passes its run's `train.precision`. Logits are widened to float32,
+if they are narrower, for the log-sum-exp; losses leave here in float64, and sums are float64.
 
 The model is in `eval` mode, without gradients and uncompiled for the time of a pass, and afterwards as it was.
 """
@@ -13,22 +17,35 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lengthen.attention import Mask
+from lengthen.checks import describe
+from lengthen.model.loss import IGNORED
 
 BATCH_TOKENS = {"cpu": 16_384, "cuda": 131_072}  # read in one pass, if a window is shorter than that
 
+Model = Callable[..., Any]  # ids → logits
+Hide = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # ids and their places in the text → ids, and targets there
 
-Read = Callable[[int, int], Any]  # tokens start … stop − 1 as an int64 array: `Tokens.read`
+
+class Text(Protocol):
+    """Tokens that are read by their place, as `lengthen.data.Tokens` are."""
+
+    def read(self, start: int, stop: int) -> Any:
+        """Return tokens start … stop − 1, an int64 array."""
+
+    def document_starts(self, start: int, stop: int) -> Any:
+        """Return where the document of each of these tokens starts, counted from `start`; 0 if before it."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One window: tokens start … stop − 1 are read, each predicts the next, and the first `context` are not scored."""
+    """One window: tokens start … stop − 1 are read, and what the first `context` of them predict is not scored."""
 
     start: int
     stop: int
@@ -40,33 +57,98 @@ class Reading:
         return self.stop - self.start - self.context
 
 
+@dataclass(frozen=True)
+class Task:
+    """A text, and what is asked of a window of it: the next token, or with `hide` the tokens that are hidden in it."""
+
+    text: Text
+    hide: Hide | None = None
+    document_mask: bool = False  # documents do not see each other, and do not predict each other's first token
+
+    def batch(self, group: list[Reading]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return ids, targets and document starts of windows of one length, `[windows, length]`."""
+        more = 0 if self.hide else 1  # the token after the last
+        ids = torch.stack([torch.from_numpy(self.text.read(one.start, one.stop + more)) for one in group])
+        starts = None
+        if self.document_mask:
+            begins = (self.text.document_starts(one.start, one.stop + more) for one in group)
+            starts = torch.stack([torch.from_numpy(one) for one in begins])
+        if self.hide:
+            places = torch.stack([torch.arange(one.start, one.stop) for one in group])
+            ids, targets = self.hide(ids, places)
+        else:
+            ids, targets = ids[:, :-1].contiguous(), ids[:, 1:].clone()
+            if starts is not None:
+                targets[starts[:, 1:] == torch.arange(1, starts.shape[1])] = IGNORED
+                starts = starts[:, :-1].contiguous()
+        for row, one in zip(targets, group, strict=True):
+            row[: one.context] = IGNORED
+        return ids, targets, starts
+
+
 def window_losses(
-    model: nn.Module, read: Read, readings: Iterable[Reading], mask: Mask | None = None
-) -> Iterator[tuple[list[Reading], Tensor]]:
-    """Yield some windows of one length at a time, in order, and the loss of each token: float64 `[windows, length]`."""
-    most = BATCH_TOKENS.get(_device(model).type, 1)
-    for group, both in batches(read, readings, most):
-        yield group, losses(model, both[:, :-1].contiguous(), both[:, 1:].contiguous(), mask).cpu()
+    model: Model,
+    task: Task,
+    readings: Iterable[Reading],
+    *,
+    mask: Mask | None = None,
+    precision: torch.dtype | None = None,
+    most: int | None = None,
+) -> Iterator[tuple[list[Reading], Tensor, Tensor]]:
+    """Yield some windows of one length at a time, in order, the targets and their losses, float64: `[windows, length]`.
 
-
-def batches(read: Read, readings: Iterable[Reading], most: int) -> Iterator[tuple[list[Reading], Tensor]]:
-    """Yield windows of one length together, `most` tokens or one window, and their tokens, `[windows, length + 1]`."""
+    Where a target is not scored it is IGNORED, and its loss 0. `most` tokens, or one window, are read in one pass.
+    """
+    most = most or BATCH_TOKENS.get(device_of(model).type, 1)
     for length, alike in groupby(readings, key=lambda one: one.stop - one.start):
         while group := list(islice(alike, max(1, most // length))):
-            yield group, torch.stack([torch.from_numpy(read(one.start, one.stop + 1)) for one in group])
+            ids, targets, starts = task.batch(group)
+            yield group, targets, losses(model, ids, targets, mask, starts, precision).cpu()
 
 
 def losses(
-    model: nn.Module, ids: Tensor, targets: Tensor, mask: Mask | None = None, precision: torch.dtype | None = None
+    model: Model,
+    ids: Tensor,
+    targets: Tensor,
+    mask: Mask | None = None,
+    document_starts: Tensor | None = None,
+    precision: torch.dtype | None = None,
 ) -> Tensor:
     """Return the loss of each target `[rows, length]`, float64 on the model's device; 0 where the target is IGNORED."""
-    device = _device(model)
-    if precision is None:
-        precision = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with evaluating(model), autocast(device, precision):
-        _, each = model(ids.to(device), targets.to(device), mask=mask)
-    found: Tensor = each.double()
-    return found
+    device, own = device_of(model), getattr(model, "losses", None)
+    ids, targets = ids.to(device), targets.to(device)
+    given: dict[str, Any] = {} if mask is None else {"mask": mask}
+    if document_starts is not None:
+        given["document_starts"] = document_starts.to(device)
+    if given and own is None:
+        raise TypeError(
+            f"model: expected one with a method `losses` that takes {' and '.join(given)}, got {describe(model)}"
+        )
+    with evaluating(model), autocast(device, precision or usual_precision(device)):
+        found: Tensor = own(ids, targets, **given) if own is not None else _from_logits(model(ids), targets)
+    return found.double()
+
+
+def _from_logits(found: Any, targets: Tensor) -> Tensor:
+    logits = getattr(found, "logits", found)
+    if not isinstance(logits, Tensor) or logits.shape[:-1] != targets.shape:
+        raise TypeError(
+            f"model: expected logits {list(targets.shape)} × vocabulary for ids of that shape, got {describe(logits)}"
+        )
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+    return F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORED, reduction="none").view(targets.shape)
+
+
+def usual_precision(device: torch.device) -> torch.dtype:
+    """Return what a model is read in on a device: bfloat16 on a GPU; float32 stands for the weights' own dtype."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def precision_of(model: Model, precision: torch.dtype) -> str:
+    """Return the name of what a model's products are computed in: where nothing is narrowed, its weights' dtype."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
+    own = next((parameter.dtype for parameter in parameters), precision)
+    return str(own if precision == torch.float32 else precision).removeprefix("torch.")
 
 
 def autocast(device: torch.device, precision: torch.dtype) -> AbstractContextManager[Any]:
@@ -75,11 +157,13 @@ def autocast(device: torch.device, precision: torch.dtype) -> AbstractContextMan
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: Model) -> Iterator[None]:
     """Switch dropout and gradients off, and run uncompiled: compiling for lengths of one's own would slow training."""
-    training = [module for module in model.modules() if module.training]
-    compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
-    model.eval()
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    training = [module for module in modules if module.training]
+    compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in modules)
+    for module in training:
+        module.training = False
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             yield
@@ -88,5 +172,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+def device_of(model: Model) -> torch.device:
+    """Return where a model's parameters are; a function without any is on the CPU."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
+    return next((parameter.device for parameter in parameters), torch.device("cpu"))

@@ -12,7 +12,8 @@ mask and in what is predicted, not in their blocks.
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from lengthen.attention.biases import Bias, Decay
 from lengthen.attention.checks import can_look
 from lengthen.checks import describe
 from lengthen.config import ModelConfig
-from lengthen.model.loss import linear_cross_entropy
+from lengthen.model.loss import IGNORED, linear_cross_entropy
 from lengthen.positions.method import Placed
 
 INIT_STD = 0.02  # GPT-2's; the projections that write into the residual stream get it divided by √(2·layers)
@@ -108,7 +109,7 @@ class Transformer(nn.Module):
     >>> ids = torch.randint(258, (1, 100))
     >>> model(ids).shape
     torch.Size([1, 100, 258])
-    >>> total, losses = model(ids[:, :-1], targets=ids[:, 1:])  # the logits are never all in memory
+    >>> model(ids[:, :-1], targets=ids[:, 1:]).backward()  # the mean loss; the logits are never all in memory
     """
 
     output: nn.Linear | None
@@ -186,14 +187,17 @@ class Transformer(nn.Module):
             block.compile(dynamic=False)
         self._finish = torch.compile(self._finish, dynamic=False)  # type: ignore[method-assign]
 
+    if TYPE_CHECKING:
+        __call__: Callable[..., Tensor]
+
     def forward(
         self,
         ids: Tensor,
         targets: Tensor | None = None,
         mask: Mask | None = None,
         document_starts: Tensor | None = None,
-    ) -> Any:
-        """Return logits, or with targets the losses.
+    ) -> Tensor:
+        """Return logits, or with targets the mean loss.
 
         Args:
             ids: tokens `[batch, length]`, integers below the vocabulary's size.
@@ -204,15 +208,29 @@ class Transformer(nn.Module):
                 another.
 
         Returns:
-            Without targets, logits `[batch, length, vocabulary]`. With targets, the sum of the losses (a scalar, which
-            gradients flow through) and each token's own `[batch, length]` (which they do not): natural logarithms.
+            Without targets, logits `[batch, length, vocabulary]`. With targets, the mean over those that are scored of
+            their loss in nats, a scalar to call `.backward()` on; 0 if none is.
         """
+        if targets is None:
+            self._check(ids, None)
+            return F.linear(self.hidden(ids, mask, document_starts), self.output_weight)
+        total, _ = self._score(ids, targets, mask, document_starts)
+        return total / (targets != IGNORED).sum().clamp(min=1)
+
+    @torch.no_grad()
+    def losses(
+        self, ids: Tensor, targets: Tensor, mask: Mask | None = None, document_starts: Tensor | None = None
+    ) -> Tensor:
+        """Return the loss of each target, `[batch, length]`, 0 where it is not scored; arguments as for `forward`."""
+        return self._score(ids, targets, mask, document_starts)[1].view(targets.shape)
+
+    def _score(
+        self, ids: Tensor, targets: Tensor, mask: Mask | None, document_starts: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum of the losses, and each: the logits are never all in memory."""
         self._check(ids, targets)
         hidden = self.hidden(ids, mask, document_starts)
-        if targets is None:
-            return F.linear(hidden, self.output_weight)
-        total, losses = linear_cross_entropy(hidden.flatten(0, 1), self.output_weight, targets.flatten())
-        return total, losses.view(targets.shape)
+        return linear_cross_entropy(hidden.flatten(0, 1), self.output_weight, targets.flatten())
 
     def _check(self, ids: Tensor, targets: Tensor | None) -> None:
         if ids.dim() != 2 or ids.is_floating_point():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,9 +38,18 @@ def write(state: Mapping[str, Tensor], config: ModelConfig, path: str | os.PathL
         raise OSError(f"{target}: could not be written: {problem}") from problem
 
 
-def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> Transformer:
-    """Return the model in `path`, a file that `save` wrote or a checkpoint's folder, ready for use (`eval`)."""
+def load(
+    path: str | os.PathLike[str],
+    device: str | torch.device = "cpu",
+    position_options: Mapping[str, Any] | None = None,
+) -> Transformer:
+    """Return the model in `path`, a file that `save` wrote or a checkpoint's folder, ready for use (`eval`).
+
+    `position_options` go over those that the model was trained with, where its weights fit them: rotary's scaling, say.
+    """
     config, state = read(path, device)
+    if position_options:
+        config = replace(config, position_options={**config.position_options, **position_options})
     with torch.device("meta"):
         model = Transformer(config)
     model.to_empty(device=device)

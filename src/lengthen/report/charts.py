@@ -149,12 +149,14 @@ def _measured(report: Report, tints: dict[str, int], key: str) -> list[Row]:
             if key == "ratio" and value is not None:
                 value = value / start if finite(start) and start else None
             bar: tuple[float, ...] = ()
-            error = finite(one.loss_se)
+            change = curve.change(one)
+            error = finite(change.error) if change else None
             if key == "perplexity" and error is not None and abs(error) < 100 and 0 < (value or 0) < 1e50:
                 bar = (value * math.exp(-error), value * math.exp(error))
             x = one.length / curve.run.train_length if key == "ratio" else one.length
             tip = {"length": f"{one.length:,}", NAMES[key]: shown(value)}
-            tip |= {"standard error of the loss": shown(one.loss_se, 2), "protocol": one.how}
+            tip |= {f"from {curve.verdict.reference.length:,}": str(change)} if change and curve.verdict else {}
+            tip |= {"protocol": one.how}
             tip |= {"n": f"{shown(one.tokens)} tokens, {shown(one.documents)} documents"}
             tip |= {"checkpoint": one.checkpoint or "n.a."}
             found.append(row(curve.label, tints[curve.run.label], one.protocol, x, value, tip, bar))

@@ -15,15 +15,16 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lengthen.checks import whole_number
+from lengthen.evaluation.errors import Difference, difference
+from lengthen.evaluation.verdict import Verdict, change_between, judge
 from lengthen.io import Table, read_lines, read_toml
 from lengthen.report.analyses import KINDS, Analysis, known, read_analysis
 from lengthen.report.words import PROTOCOLS
-
-WITHIN = 0.01  # of the best loss: what still counts as holding, as in `lengthen eval`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +44,15 @@ class Measurement:
     block: int | None = None
     tokens: int | None = None
     documents: int | None = None
+    per_document: int | None = None
+    document_mask: bool | None = None
+    precision: str | None = None
+    position_options: Table = field(default_factory=dict)
+    task: str | None = None
     loss: float | None
-    loss_se: float | None = None
+    segment_losses: list[float] = field(default_factory=list)
+    segment_counts: list[int] = field(default_factory=list)
+    unigram: float | None = None
     perplexity: float | None = None
     perplexity_per_word: float | None = None
     bits_per_byte: float | None = None
@@ -52,6 +60,7 @@ class Measurement:
     seconds: float | None = None
     peak_bytes: int | float | None = None
     device: str | None = None
+    version: str | None = None
 
     def __post_init__(self) -> None:
         whole_number("length", self.length, at_least=1)
@@ -60,11 +69,28 @@ class Measurement:
             object.__setattr__(self, "perplexity", math.exp(self.loss) if self.loss < 700 else high)
 
     @property
+    def curve(self) -> tuple[Any, ...]:
+        """What two measurements of one curve have in common."""
+        options = tuple(sorted((name, str(value)) for name, value in self.position_options.items()))
+        return (self.data, self.split, self.protocol, self.how, options, self.precision, self.document_mask)
+
+    def changed(self, model: Table) -> str:
+        """Return the options of the position method that are not those it was trained with."""
+        trained = model.get("position_options") or {}
+        changes = {name: value for name, value in self.position_options.items() if trained.get(name) != value}
+        return ", ".join(f"{name} {value}" for name, value in changes.items())
+
+    @property
     def how(self) -> str:
         """The protocol in words; a stride of half the length, the default of `lengthen eval`, is told as such."""
+        words = [self.protocol]
         if self.protocol == "sliding" and self.stride:
-            return f"sliding, stride {'length/2' if 2 * self.stride == self.length else f'{self.stride:,}'}"
-        return f"{self.protocol} {self.block:,}" if self.block else self.protocol
+            words.append(f"stride {'length/2' if 2 * self.stride == self.length else f'{self.stride:,}'}")
+        elif self.block:
+            words = [f"{self.protocol} {self.block:,}"]
+        if self.per_document:
+            words.append(f"first {self.per_document:,} of each document")
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -106,19 +132,16 @@ class Curve:
         others = [one for one in plain if (one.data, one.split, one.checkpoint, one.weights) == text]
         return next((one for one in self.records + others if one.length == self.run.train_length), None)
 
-    @property
-    def holds(self) -> Measurement | None:
-        """The longest measurement up to which, from the best on, the loss stays within 1 % of its best."""
-        losses = [finite(one.loss) for one in self.records]
-        best = min((loss for loss in losses if loss is not None), default=None)
-        if best is None:
-            return None
-        last = losses.index(best)
-        for place, loss in enumerate(losses[last:], last):
-            if loss is None or loss > best * (1 + WITHIN):
-                break
-            last = place
-        return self.records[last]
+    @cached_property
+    def verdict(self) -> Verdict[Measurement] | None:
+        """How far it holds; None without a finite loss."""
+        beside = [self.reference] if self.reference and self.reference not in self.records else []
+        return judge([*beside, *self.records], self.run.train_length)
+
+    def change(self, one: Measurement) -> Difference | None:
+        """Return how far one of its losses is above that at the training length, paired; None for that one itself."""
+        start = self.verdict.reference if self.verdict else None
+        return None if start is None or one is start else change_between(one, start)
 
 
 @dataclass(frozen=True)
@@ -156,6 +179,13 @@ def collect(paths: Iterable[str | Path]) -> Report:
     return Report(_labelled(runs), notes)
 
 
+def paired(one: Measurement, other: Measurement) -> Difference | None:
+    """Return how far one loss is above another of the same tokens; None if they are of others."""
+    if (one.data, one.split, one.document_mask, one.task) != (other.data, other.split, other.document_mask, other.task):
+        return None
+    return difference(one.segment_losses, one.segment_counts, other.segment_losses, other.segment_counts)
+
+
 def finite(value: Any) -> float | None:
     """Return a number that can be drawn, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -170,7 +200,7 @@ def _run(word: str) -> Run | None:
     for number, line in enumerate(read_lines(source, dict) if source.is_file() else [], 1):
         if line.get("kind") == "evaluation":
             one = known(Measurement, line, f"{source}, line {number}")
-            key = (one.checkpoint, one.weights, one.data, one.split, one.protocol, one.length, one.stride, one.block)
+            key = (one.checkpoint, one.weights, *one.curve, one.length, one.stride)
             latest.pop(key, None)  # so that what replaces it stands where it was written
             latest[key] = one
     if not latest:
@@ -207,13 +237,12 @@ def _labelled(runs: Sequence[Run]) -> list[Run]:
 def _curves(run: Run, several: bool) -> Iterator[Curve]:
     groups: dict[tuple[Any, ...], list[Measurement]] = {}
     for one in run.evaluations:
-        groups.setdefault((one.data, one.split, one.protocol, one.how), []).append(one)
-    for (data, split, protocol, how), group in sorted(
-        groups.items(), key=lambda item: [*PROTOCOLS, item[0][2]].index(item[0][2])
-    ):
+        groups.setdefault(one.curve, []).append(one)
+    for group in sorted(groups.values(), key=lambda group: [*PROTOCOLS, group[0].protocol].index(group[0].protocol)):
         last = max(reversed(group), key=lambda one: one.step or 0)  # of one step's, those of the weights measured last
         newest = [one for one in group if (one.checkpoint, one.weights) == (last.checkpoint, last.weights)]
         records = sorted(newest, key=lambda one: one.length)
-        words = [run.label, *([how] if protocol != "nonoverlapping" else [])]
-        words += [f"{split} of {str(data)[:8]}"] if several else []
+        words = [run.label, *([last.changed(run.model)] if last.changed(run.model) else [])]
+        words += [last.how] if last.how != "nonoverlapping" else []
+        words += [f"{last.split} of {str(last.data)[:8]}"] if several else []
         yield Curve(run, " · ".join(words), records)

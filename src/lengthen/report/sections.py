@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from lengthen.evaluation.verdict import Verdict
 from lengthen.report import papers
 from lengthen.report.analyses import KINDS
 from lengthen.report.charts import Figure, shown
-from lengthen.report.collect import Curve, Measurement, Report, finite
+from lengthen.report.collect import Curve, Measurement, Report, paired
 from lengthen.report.tables import rows
 from lengthen.report.words import ABOUT, HOW, OTHER_TEXTS, PROTOCOLS, READING
 
@@ -46,7 +47,7 @@ def _answer(report: Report) -> str:
         f"Measured {_few(run.date for run in report.runs)} on {_text(report)}",
         "models of " + _few(f"{layers} layers × {width} wide × {heads} heads" for layers, width, heads in size),
         f"trained for {_few(shown(one.step) for one in records)} steps",
-        "“holds”: the loss is within 1 % of its best; × is the training length",
+        "“holds”: perplexity is at most 2 % above that at the training length, over the same tokens; × is that length",
     ]
     warning = f"<p class=warning role=note>{escape(OTHER_TEXTS)}</p>" if len(report.texts) > 1 else ""
     return f"<ul class=answer>{said}</ul><p class=note>{escape('; '.join(facts))}.</p>{warning}"
@@ -58,25 +59,28 @@ def verdict(curves: Sequence[Curve]) -> str:
     words = [_holds(first)]
     for curve in others:
         name = curve.label.removeprefix(curve.run.label).strip(" ·")
-        if first.holds not in (None, first.records[-1]) and curve.holds is curve.records[-1]:
-            words.append(f"{name} rescues it, to {_times(curve)} ({shown(curve.records[-1].perplexity)})")
+        fails = first.verdict is not None and not first.verdict.holds
+        if fails and curve.verdict is not None and curve.verdict.holds:
+            words.append(f"{name} rescues it, to {_times(curve.verdict)} ({shown(curve.records[-1].perplexity)})")
         else:
             words.append(f"{name} {_holds(curve)}")
     return "; ".join(words) + "."
 
 
 def _holds(curve: Curve) -> str:
-    last = curve.records[-1]
-    if curve.holds is None:
+    last, found = curve.records[-1], curve.verdict
+    if found is None:
         return "has no finite loss"
+    nothing = "" if found.learned else ", but it has learned nothing: tokens’ frequencies alone predict as well"
     if len(curve.records) == 1:
-        return f"was measured at {last.length:,} tokens alone: perplexity {shown(last.perplexity)}"
-    ends = " → ".join(f"{shown(one.perplexity)} at {one.length:,}" for one in (curve.first, last))
-    return f"{'holds to' if curve.holds is last else 'fails past'} {_times(curve)} (perplexity {ends})"
+        return f"was measured at {last.length:,} tokens alone: perplexity {shown(last.perplexity)}{nothing}"
+    how = "holds to" if found.holds else "fails past"
+    start = f"perplexity {shown(found.reference.perplexity)} at {found.reference.length:,}"
+    return f"{how} {_times(found)} ({start}, {found.change} at {found.at:,}){nothing}"
 
 
-def _times(curve: Curve) -> str:
-    return f"{curve.holds.length / curve.run.train_length:.3g} ×" if curve.holds else "n.a."
+def _times(found: Verdict[Measurement]) -> str:
+    return f"{found.times:.3g} ×"
 
 
 def _few(values: Iterable[str]) -> str:
@@ -103,17 +107,19 @@ def _figure(name: str, report: Report, found: Mapping[str, Sequence[Figure]]) ->
 
 def count(report: Report, name: str) -> str:
     """Return n: how many tokens, documents, layers or trials a figure's points are of."""
-    bars = "Bars are one standard error."
+    bars = "Bars are one standard error"
     found = [row for run in report.runs for row in run.rows(name)]
     layers = len({row.get("layer") for row in found} - {None})
     if name in ("perplexity", "speed"):
-        return f"n = {_text(report)} per point; one run per curve." + f" {bars}" * (name == "perplexity")
-    if name == "recall":
-        return f"n = {_few(shown(row['trials']) for row in found)} trials per point. {bars}"
-    if name == "induction":
         return (
-            f"n = {_few(shown(row['sequences']) for row in found if row['layer'] is None)} sequences per point. {bars}"
+            f"n = {_text(report)} per point; one run per curve."
+            + f" {bars} of the change from the training length." * (name == "perplexity")
         )
+    if name == "recall":
+        return f"n = {_few(shown(row['trials']) for row in found)} trials per point. {bars}."
+    if name == "induction":
+        sequences = _few(shown(row["sequences"]) for row in found if row["layer"] is None)
+        return f"n = {sequences} sequences per point. {bars}."
     if name == "positions":
         return f"n = {shown(sum(row['count'] or 0 for row in found))} tokens in all; one run per curve."
     if name == "resolution":
@@ -156,17 +162,34 @@ def _numbers(report: Report, name: str) -> str:
 
 
 def _perplexity(report: Report) -> str:
-    lengths = sorted({one.length for curve in report.curves for one in curve.records})
-    by = {curve.label: {one.length: plus_minus(one) for one in curve.records} for curve in report.curves}
-    lines = [[label, *(values.get(length, "") for length in lengths)] for label, values in by.items()]
-    head = ["curve", *(f"{length:,}" for length in lengths)]
     used = {curve.first.protocol for curve in report.curves}
     terms = "".join(f"<dt>{name}<dd>{PROTOCOLS[name]}" for name in PROTOCOLS if name in used)
     how = f"<details><summary>How perplexity is measured</summary><p>{HOW}</p><dl>{terms}</dl></details>"
-    return how + table(head, lines, "Perplexity per token by length, ± one standard error")
+    first = report.curves[0]
+    alone = "Perplexity per token by length, and its change from the training length ± one standard error"
+    beside = f"Difference of perplexity from {first.label} at the same length ± one standard error"
+    between = {
+        curve.label: {one.length: difference(one, first) for one in curve.records} for curve in report.curves[1:]
+    }
+    differing = any(value for values in between.values() for value in values.values())
+    values = {curve.label: {one.length: changed(curve, one) for one in curve.records} for curve in report.curves}
+    return how + _by_length(values, alone) + (_by_length(between, beside) if differing else "")
 
 
-def plus_minus(one: Measurement) -> str:
-    """Return a perplexity with its standard error, to first order perplexity × that of the loss."""
-    value, error = finite(one.perplexity), finite(one.loss_se)
-    return shown(one.perplexity) + (f" ± {shown(value * error, 2)}" if value is not None and error is not None else "")
+def _by_length(values: Mapping[str, Mapping[int, str]], summary: str) -> str:
+    lengths = sorted({length for row in values.values() for length in row})
+    lines = [[label, *(row.get(length, "") for length in lengths)] for label, row in values.items()]
+    return table(["curve", *(f"{length:,}" for length in lengths)], lines, summary)
+
+
+def changed(curve: Curve, one: Measurement) -> str:
+    """Return a perplexity, and how it differs from that at the training length."""
+    change = curve.change(one)
+    return shown(one.perplexity) + ("" if change is None else f" ({change})")
+
+
+def difference(one: Measurement, first: Curve) -> str:
+    """Return how a perplexity differs from another curve's at the same length, if that is of the same tokens."""
+    other = next((other for other in first.records if other.length == one.length), None)
+    found = paired(one, other) if other is not None else None
+    return "" if found is None else str(found)

@@ -46,8 +46,9 @@ ABOUT = {
     "papers": ("The papers", "Their tables are data of the package, measured by their authors on their data."),
 }
 HOW = (
-    "Perplexity is e to the mean loss, in nats, over the tokens scored, the same ones at every length. Its standard "
-    "error is over documents; curves of the same text share most of it. “Beside” a paper, curves are ratios: "
+    "Perplexity is e to the mean loss, in nats, over the tokens scored, the same ones at every length. A difference "
+    "between two lengths, or two models, is paired over 64 segments of the same text, and its standard error is over "
+    "these. “Beside” a paper, curves are ratios: "
     "perplexity over that at the training length (where a curve has none, the plain value). What a token sees:"
 )
 READING = (

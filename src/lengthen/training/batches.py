@@ -11,11 +11,24 @@ from torch import Tensor
 
 from lengthen.config import Config
 from lengthen.data import Corpus, Windows
+from lengthen.data.masking import Masking
 from lengthen.model import IGNORED
-from lengthen.training.masking import hide
+from lengthen.model.score import Task
 from lengthen.training.parallel import World
 
-STEP_STRIDE = 1 << 24  # between the seeds of two steps: more than a batch, or the validation split, has rows
+
+def masking(config: Config, corpus: Corpus, seed: int = 0) -> Masking | None:
+    """Return what hides an encoder's tokens; None for a decoder. A text is scored with seed 0."""
+    if config.model.kind == "decoder":
+        return None
+    if corpus.mask_id is None:
+        raise ValueError(f"model.kind = 'encoder': the tokenizer of {corpus.directory} has no mask token to hide with")
+    return Masking(config.train.mask_share, corpus.mask_id, corpus.vocab_size, seed)
+
+
+def scoring(config: Config, corpus: Corpus, split: str = "validation") -> Task:
+    """Return what a run's model is asked of a text, as in training: next or hidden tokens, documents apart or not."""
+    return Task(corpus[split], masking(config, corpus), config.data.apart)
 
 
 @dataclass(frozen=True)
@@ -52,30 +65,18 @@ class Batches:
             raise ValueError(
                 f"train.batch: expected a multiple of the {here.size} processes, got {config.train.batch} windows"
             )
-        if config.model.kind == "encoder" and corpus.mask_id is None:
-            raise ValueError("model.kind = 'encoder': the corpus' tokenizer has no mask token to hide tokens with")
+        self.hide = masking(config, corpus, config.train.seed)
 
     def of(self, step: int) -> Work:
         """Return this process's share of a step, on its device."""
         batch = self.windows.batch(step, self.here.rank, self.here.size)
         ids, targets = batch.ids, batch.targets
-        if self.config.model.kind == "encoder":
-            first = (step + 1) * STEP_STRIDE + self.here.rank * ids.shape[0]
-            ids, targets = self._hide(ids, [first + row for row in range(ids.shape[0])])
+        if self.hide is not None:
+            row = (step * self.here.size + self.here.rank) * ids.shape[0]  # of all rows of all steps
+            ids, targets = self.hide(ids, row * ids.shape[1] + torch.arange(ids.numel()).view(ids.shape))
         scored = torch.tensor(int((targets != IGNORED).sum()), dtype=torch.float64)
         starts = None if batch.document_starts is None else self._moved(batch.document_starts)
         return Work(self._moved(ids), self._moved(targets), starts, self._moved(scored))
-
-    def validation(self, both: Tensor, numbers: list[int]) -> tuple[Tensor, Tensor]:
-        """Return what is read and what is predicted of pieces of the validation split, the same at every step."""
-        ids, targets = both[:, :-1].contiguous(), both[:, 1:].contiguous()
-        return self._hide(ids, numbers) if self.config.model.kind == "encoder" else (ids, targets)
-
-    def _hide(self, ids: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-        """Return an encoder's ids and targets; a row's number says which of its tokens are hidden."""
-        assert self.corpus.mask_id is not None
-        seeds = [(self.config.train.seed * 1_000_003 + row) % (1 << 63) for row in rows]
-        return hide(ids, self.config.train.mask_share, self.corpus.mask_id, self.config.model.vocab_size, seeds)
 
     def _moved(self, part: Tensor) -> Tensor:
         if self.here.device.type != "cuda":

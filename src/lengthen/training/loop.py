@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from lengthen import io
 from lengthen.config import Config, differences
 from lengthen.data import Corpus
-from lengthen.model import Transformer
+from lengthen.model import IGNORED, Transformer
 from lengthen.model.score import autocast
 from lengthen.training import checkpoint as checkpoints
-from lengthen.training.batches import Batches, Work
+from lengthen.training.batches import Batches, Work, scoring
 from lengthen.training.events import Outcome, Start, TensorBoard, Watcher
 from lengthen.training.log import Log, Record
 from lengthen.training.optimizer import adamw
@@ -177,17 +177,18 @@ class _Run:
         rate = config.optimizer.lr * share(config.schedule, step, config.train.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        scored = here.sum(work.scored)
+        scored = here.sum(work.scored).clamp(min=1)  # an encoder's batch may have nothing hidden
         rows = min(config.train.micro_batch or work.ids.shape[0], work.ids.shape[0])
         passes = list(work.passes(rows))
         total = torch.zeros((), dtype=torch.float64, device=here.device)
         for number, (ids, targets, starts) in enumerate(passes):
             with last_pass(self.model, number == len(passes) - 1):
                 with autocast(here.device, self.precision):
-                    loss, _ = self.model(ids, targets, document_starts=starts)
-                total += loss.detach()
+                    mean = self.model(ids, targets, document_starts=starts)
+                here_scored = (targets != IGNORED).sum()
+                total += mean.detach() * here_scored
                 # Processes average their gradients, and what is wanted is the mean over all of their targets.
-                (loss * (here.size / scored).to(loss.dtype)).backward()
+                (mean * (here_scored * here.size / scored).to(mean.dtype)).backward()
         limit = config.train.clip or math.inf
         norm = nn.utils.clip_grad_norm_(self.core.parameters(), limit, foreach=here.device.type == "cuda")
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -241,6 +242,7 @@ class _Run:
     def _evaluate(self) -> None:
         config, tokens = self.config, self.corpus["validation"]
         rows = config.train.micro_batch or max(1, config.train.batch // self.here.size)
+        task = scoring(config, self.corpus)
         for length in config.evaluation_lengths:
             if config.model.longest is not None and length > config.model.longest:
                 continue  # such a model has nothing for positions beyond its table
@@ -249,8 +251,8 @@ class _Run:
             def tell(part: float, length: int = length) -> None:
                 self.tell("evaluating", self.step, length, part)
 
-            task, limit = self.batches.validation, config.evaluation.tokens
-            loss, scored = loss_at(self.model, tokens, length, limit, fits, self.here, task, self.precision, tell)
+            count = max(1, min(config.evaluation.tokens, len(tokens) - 1) // length)
+            loss, scored = loss_at(self.core, task, length, count, fits, self.here, self.precision, tell)
             if length == config.model.train_length:
                 self.validation = self.step, loss
             record: Record = {"kind": "evaluation", "step": self.step, "length": length, "loss": loss}

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from lengthen.model import Transformer
@@ -132,6 +132,7 @@ def spread(model: Transformer, here: World, mode: str, precision: torch.dtype) -
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=narrow if precision != torch.float32 else MixedPrecisionPolicy())
     fully_shard(model, mesh=mesh)
+    register_fsdp_forward_method(model, "losses")  # validation's
     return model
 
 

@@ -154,8 +154,7 @@ def trained(positions: str, corpus: Corpus, steps: int = 120) -> Transformer:
     for step in range(steps):
         batch = windows.batch(step)
         optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / 20)
-        total, _ = model(batch.ids, batch.targets)
-        (total / batch.ids.numel()).backward()
+        model(batch.ids, batch.targets).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1)
         optimizer.step()
         optimizer.zero_grad()

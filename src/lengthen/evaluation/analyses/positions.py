@@ -18,7 +18,8 @@ context.
 
 gain = from_context + from_curse holds by these definitions, with nothing left over; either may be negative. The smaller
 the stride the truer; a stride of 1 gives each token all of its n. The scored tokens begin L tokens into the text where
-it is long enough, so that the first windows have all their context too. Documents are joined, and read across borders.
+it is long enough, so that the first windows have all their context too. Documents are joined, and read across borders
+unless the model was trained with a document mask.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from lengthen.checks import whole_number
 from lengthen.data import Corpus, Tokens
 from lengthen.evaluation.analyses.shared import TOKENS, WIDEST, Progress, Row, header, line, scored_in, silent
 from lengthen.evaluation.runs import Subject
-from lengthen.model import Transformer
-from lengthen.model.score import Reading, window_losses
+from lengthen.model import IGNORED, Transformer
+from lengthen.model.score import Reading, Task, window_losses
 
 Tell = Callable[[int, int], None]  # how many tokens were read, and how many there are to read
 
@@ -98,19 +99,27 @@ def sliding_windows(begin: int, count: int, length: int, stride: int) -> Iterato
 
 
 def by_position(
-    model: Transformer, tokens: Tokens, length: int, limit: int, mask: Mask | None = None, tell: Tell = lambda *_: None
+    model: Transformer,
+    tokens: Tokens,
+    length: int,
+    limit: int,
+    mask: Mask | None = None,
+    tell: Tell = lambda *_: None,
+    document_mask: bool = False,
 ) -> ByPosition:
     """Return the mean loss at each position of pieces of a length, over about `limit` tokens from the beginning."""
     count, done = scored(tokens, length, limit), 0
-    sums = torch.zeros(length, dtype=torch.float64)
-    for _, each in window_losses(model, tokens.read, whole_pieces(0, count, length), mask):
+    sums, counts = torch.zeros(2, length, dtype=torch.float64)
+    task = Task(tokens, document_mask=document_mask)
+    for _, targets, each in window_losses(model, task, whole_pieces(0, count, length), mask=mask):
         sums += each.sum(dim=0)
+        counts += (targets != IGNORED).sum(dim=0)
         done += each.numel()
         tell(done, count)
-    pieces, ends = count // length, bucket_ends(length)
-    sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-    means = [float(sums[end - size : end].sum()) / (size * pieces) for end, size in zip(ends, sizes, strict=True)]
-    return ByPosition(ends, means, [size * pieces for size in sizes])
+    ends = bucket_ends(length)
+    buckets = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    means = [float(sums[here].sum() / counts[here].sum()) for here in buckets]
+    return ByPosition(ends, means, [int(counts[here].sum()) for here in buckets])
 
 
 def scored(tokens: Tokens, length: int, limit: int) -> int:
@@ -133,6 +142,7 @@ def curse(
     limit: int,
     stride: int | None = None,
     tell: Tell = lambda *_: None,
+    document_mask: bool = False,
 ) -> Curse:
     """Return the gain of a long length over a short one, split into context and the curse fading.
 
@@ -149,13 +159,14 @@ def curse(
     whole = [list(whole_pieces(begin, count, n)) for n in (short, long)]
     sliding = [list(sliding_windows(begin, count, n, stride)) for n in (short, long)]
     total = sum(one.stop - one.start for readings in whole + sliding for one in readings)
+    task = Task(tokens, document_mask=document_mask)
     for readings in whole + sliding:
-        loss = 0.0
-        for group, each in window_losses(model, tokens.read, readings):
-            loss += float(torch.cat([row[one.context :] for one, row in zip(group, each, strict=True)]).sum())
+        loss, there = 0.0, 0
+        for _, targets, each in window_losses(model, task, readings):
+            loss, there = loss + float(each.sum()), there + int((targets != IGNORED).sum())
             done += each.numel()
             tell(done, total)
-        means.append(loss / count)
+        means.append(loss / there)
     return Curse(short, long, stride, count, (means[0], means[1]), (means[2], means[3]))
 
 
@@ -170,13 +181,15 @@ def analyse(
     progress: Progress = silent,
 ) -> Row:
     """Return the loss by position at each length, and the curse between the shortest and the longest."""
-    model, text, rows = subject.model, corpus[split], []
+    model, text, rows, apart = subject.model, corpus[split], [], subject.config.data.apart
     for length in lengths:
-        found = by_position(model, text, length, tokens, tell=partial(progress, f"positions, {length}"))
+        tell = partial(progress, f"positions, {length}")
+        found = by_position(model, text, length, tokens, tell=tell, document_mask=apart)
         rows.append({"length": length, **asdict(found)})
     between, short, long = None, min(lengths), max(lengths)
     if short < long:
-        split_up = curse(model, text, short, long, tokens, stride, partial(progress, f"curse, {short} to {long}"))
+        tell = partial(progress, f"curse, {short} to {long}")
+        split_up = curse(model, text, short, long, tokens, stride, tell, apart)
         between = {"short": short, "long": long, "gain": split_up.gain, "from_context": split_up.from_context}
         between |= {"from_curse": split_up.from_curse, **asdict(split_up)}
     return header("positions", subject, corpus, scored_in(model)) | {"rows": rows, "curse": between}
