@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,14 @@ def test_recall_needs_no_data(alibi: Path, capsys: Capture) -> None:
     assert [(row["distance"], row["trials"]) for row in found["rows"]] == [(8, 10), (32, 10)]
     assert all(0 <= row["accuracy"] <= 1 for row in found["rows"])
     assert "recall, 10 questions a distance" in capsys.readouterr().out
+
+
+def test_recall_is_asked_in_bytes(alibi: Path) -> None:
+    subject = open_run(alibi)
+    state = {**subject.checkpoint.state, "tokenizer": "0123456789abcdef"}
+    other = replace(subject, checkpoint=replace(subject.checkpoint, state=state))
+    with pytest.raises(ValueError, match=r"^recall: expected a model of bytes, .* with the tokenizer 0123456789ab$"):
+        analyses.recall.analyse(other, None, [16])
 
 
 def test_the_usual_lengths_are_those_that_fit(alibi: Path, learned: Path, data: str) -> None:
