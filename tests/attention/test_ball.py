@@ -170,10 +170,10 @@ def test_around_keys_that_are_not_finite_the_radius_is_infinite(odd: float, cent
 
 def test_what_is_no_ball_is_refused() -> None:
     k = torch.randn(1, 1, 5, 8)
-    with pytest.raises(ValueError, match=r"Ball\.radius: expected at least 0, got -2\.0"):
+    with pytest.raises(ValueError, match=r"Ball\.radius: expected numbers of at least 0 .*, got -2\.0"):
         Ball(torch.zeros(1, 1, 8), torch.full((1, 1), -2.0), 5)
     for name, centre, radius in (("centre", torch.nan, 1.0), ("radius", 0.0, torch.nan)):
-        with pytest.raises(ValueError, match=rf"Ball\.{name}: expected numbers \(a radius of ∞ .*, got nan"):
+        with pytest.raises(ValueError, match=rf"Ball\.{name}: expected numbers .*, got nan"):
             Ball(torch.full((1, 1, 8), centre), torch.full((1, 1), radius), 5)
     with pytest.raises(TypeError, match=r"Ball\.centre: expected a tensor \(Ball\.around\(k\) .*, got None"):
         Ball(None, torch.zeros(1, 1), 5)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,14 @@ def test_recall_needs_no_data(alibi: Path, capsys: Capture) -> None:
     assert "recall, 10 questions a distance" in capsys.readouterr().out
 
 
+def test_recall_is_asked_in_bytes(alibi: Path) -> None:
+    subject = open_run(alibi)
+    state = {**subject.checkpoint.state, "tokenizer": "0123456789abcdef"}
+    other = replace(subject, checkpoint=replace(subject.checkpoint, state=state))
+    with pytest.raises(ValueError, match=r"^recall: expected a model of bytes, .* with the tokenizer 0123456789ab$"):
+        analyses.recall.analyse(other, None, [16])
+
+
 def test_the_usual_lengths_are_those_that_fit(alibi: Path, learned: Path, data: str) -> None:
     assert run(alibi, "--data", data, "--what", "distance", "--tokens", 64) == 0
     assert [row["length"] for row in read(alibi, "distance")["rows"]] == [16, 32, 64, 128, 256]
@@ -206,6 +215,21 @@ def test_what_is_wrong_is_said(alibi: Path, learned: Path, data: str, tmp_path: 
     assert "no such folder" in refused(tmp_path / "nowhere", "--data", data)
     assert "index.json: not there" in refused(alibi, "--data", tmp_path)
     assert not (tmp_path / "analysis").exists()
+
+
+def test_encoders_are_refused_before_anything_is_read(data: str, tmp_path: Path) -> None:
+    encoder = trained(data, tmp_path / "run", "--model.kind", "encoder")
+    for words in ([], *(["--what", name] for name in analyse.NAMES)):
+        with pytest.raises(
+            ValueError, match=r"^model: expected a decoder, got an encoder: analyses look back, not ahead"
+        ):
+            run(encoder, "--data", data, *words)
+    subject = open_run(encoder)
+    with pytest.raises(ValueError, match="model: expected a decoder, got an encoder"):
+        analyses.positions.analyse(subject, Corpus.open(data), [16], tokens=64)
+    with pytest.raises(ValueError, match="model: expected a decoder, got an encoder"):
+        analyses.recall.analyse(subject, None, [16], trials=2)
+    assert not (encoder / "analysis").exists()
 
 
 def test_a_wrong_word_is_said(capsys: Capture) -> None:

@@ -68,15 +68,16 @@ class Ball:
         for name, value in (("centre", self.centre), ("radius", self.radius)):
             if not isinstance(value, Tensor):
                 raise TypeError(f"Ball.{name}: expected a tensor (Ball.around(k) makes a ball), got {describe(value)}")
-            if can_look(value) and bool(value.isnan().any()):  # kernels would take the largest of it and 0 for 0
-                raise ValueError(f"Ball.{name}: expected numbers (a radius of ∞ bounds nothing), got nan")
         if self.radius.dtype != torch.promote_types(self.centre.dtype, torch.float32):
             raise TypeError(
                 f"Ball.radius: expected float32, or float64 for float64 keys, got {describe(self.radius)} and a centre "
                 f"that is {describe(self.centre)}"
             )
-        if can_look(self.radius) and bool((self.radius < 0).any()):
-            raise ValueError(f"Ball.radius: expected at least 0, got {self.radius.min().item()}")
+        # Of a radius that is NaN, kernels would take the largest of it and 0 for 0.
+        for name, value, least in (("centre", self.centre, -math.inf), ("radius", self.radius, 0.0)):
+            low = float(value.min()) if can_look(value) and value.numel() else least
+            if not low >= least:  # of numbers among which is NaN, the least is NaN
+                raise ValueError(f"Ball.{name}: expected numbers of at least {least:g} (∞ bounds nothing), got {low}")
 
     @classmethod
     def around(cls, k: Tensor, centred: bool = True) -> Ball:
@@ -93,6 +94,14 @@ class Ball:
 
     def replaced(self, k: Tensor) -> Ball:
         """Return the ball that holds these keys too, of as many keys as before."""
+        return replace(self, radius=self._holding(k))
+
+    def appended(self, k: Tensor) -> Ball:
+        """Return the ball of the keys that it was of and of these after them."""
+        return replace(self, radius=self._holding(k), keys=self.keys + k.shape[2])
+
+    def _holding(self, k: Tensor) -> Tensor:
+        """Return the radius that these keys are within too."""
         _check_keys(k)
         radius = self.radius
         if (*k.shape[:2], k.shape[3]) != self.centre.shape:
@@ -105,11 +114,7 @@ class Ball:
             if part.shape[2]:
                 away = torch.linalg.vector_norm(part.to(radius.dtype) - centre.unsqueeze(2), dim=-1).amax(-1)
                 radius = torch.maximum(radius, away + slack * (away + centre.norm(dim=-1)))
-        return replace(self, radius=radius.nan_to_num(nan=torch.inf, posinf=torch.inf))
-
-    def appended(self, k: Tensor) -> Ball:
-        """Return the ball of the keys that it was of and of these after them."""
-        return replace(self.replaced(k), keys=self.keys + k.shape[2])
+        return radius.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
     def check_covers(self, k: Tensor) -> None:
         """Refuse keys that it is not a ball of, as far as can be told without looking at them."""

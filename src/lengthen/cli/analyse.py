@@ -71,7 +71,7 @@ def run(arguments: Arguments) -> int:
     """Analyse, with progress; write the results, and end with short tables."""
     from lengthen.cli.evaluate import whole_numbers
     from lengthen.evaluation import open_run
-    from lengthen.evaluation.analyses import ANALYSES, LENGTHS, fitting_lengths, write
+    from lengthen.evaluation.analyses import ANALYSES, LENGTHS, fitting_lengths, refuse_encoder, write
     from lengthen.training.parallel import pick_device
 
     asked = wanted(arguments.what)
@@ -81,6 +81,7 @@ def run(arguments: Arguments) -> int:
         if value is not None and value < least:
             raise ValueError(f"--{name}: expected a whole number of at least {least}, got {value}")
     subject = open_run(arguments.run_folder, device=pick_device(arguments.device))
+    refuse_encoder(subject.model)
     corpus = _corpus(arguments.data, asked, subject)
     text = None if corpus is None else corpus[arguments.split]
     names = _fitting(asked, subject, given, said=arguments.what is not None)

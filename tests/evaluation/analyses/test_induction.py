@@ -130,7 +130,9 @@ def test_tokens_are_those_of_the_text(corpus: Corpus) -> None:
 def test_what_was_not_read_twice_is_refused() -> None:
     model = Transformer(ModelConfig(30, layers=1, width=16, heads=2, train_length=16))
     for ids in (torch.zeros(1, 8), torch.zeros(2, 2), torch.arange(16).view(2, 8), torch.zeros(2, 7)):
-        with pytest.raises(ValueError, match="ids: expected two sequences at least, of two equal halves"):
+        with pytest.raises(
+            ValueError, match=r"ids: expected two sequences or more, each of two equal halves, \[count, 2n\]"
+        ):
             of_model(model, ids.long())
 
 

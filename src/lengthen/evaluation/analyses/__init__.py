@@ -15,7 +15,7 @@ from types import ModuleType
 
 from lengthen import io
 from lengthen.evaluation.analyses import distance, induction, positions, reach, recall, resolution
-from lengthen.evaluation.analyses.shared import Lengths, Row, fitting_lengths
+from lengthen.evaluation.analyses.shared import Lengths, Row, fitting_lengths, refuse_encoder
 
 ANALYSES: dict[str, ModuleType] = {
     "resolution": resolution,
@@ -46,6 +46,7 @@ __all__ = [
     "positions",
     "reach",
     "recall",
+    "refuse_encoder",
     "resolution",
     "write",
 ]

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lengthen.checks import describe
 from lengthen.data import Corpus
 from lengthen.evaluation.analyses.shared import (
     BATCH_TOKENS,
@@ -95,7 +96,9 @@ def of_model(model: Transformer, ids: Tensor, progress: Progress = silent) -> Co
     """Return what a model makes of sequences `[count, 2n]` whose halves are equal."""
     count, length = ids.shape[0], ids.shape[1] // 2
     if count < 2 or length < 2 or not torch.equal(ids[:, :length], ids[:, length:]):
-        raise ValueError(f"ids: expected two sequences at least, of two equal halves of 2 tokens or more, got {ids}")
+        raise ValueError(
+            f"ids: expected two sequences or more, each of two equal halves, [count, 2n], got {describe(ids)}"
+        )
     parts, done = [], 0
     for rows in torch.split(ids, max(1, BATCH_TOKENS // ids.shape[1])):
         parts.append(_read(model, rows, length))
@@ -131,9 +134,9 @@ def analyse(
     progress: Progress = silent,
 ) -> Row:
     """Return how much better a model predicts n random tokens when it reads them again, for each n of `lengths`."""
-    known, rows = vocabulary(corpus, split, tokens), []
+    known, rows, most = vocabulary(corpus, split, tokens), [], min(tokens, len(corpus[split]))
     for length in lengths:
-        ids = sequences(known, length, max(LEAST_SEQUENCES, tokens // (2 * length)), seed)
+        ids = sequences(known, length, max(LEAST_SEQUENCES, most // (2 * length)), seed)
         rows.append({"length": length, **asdict(of_model(subject.model, ids, progress))})
     return header("induction", subject, corpus) | {"vocabulary": len(known), "rows": rows}
 

@@ -33,10 +33,10 @@ import torch
 from lengthen.attention import Mask
 from lengthen.checks import whole_number
 from lengthen.data import Corpus, Tokens
-from lengthen.evaluation.analyses.shared import TOKENS, WIDEST, Progress, Row, header, line, scored_in, silent
+from lengthen.evaluation.analyses.shared import TOKENS, WIDEST, Progress, Row, header, line, silent
 from lengthen.evaluation.runs import Subject
 from lengthen.model import IGNORED, Transformer
-from lengthen.model.score import Reading, Task, window_losses
+from lengthen.model.score import Reading, Task, device_of, usual_precision, window_losses
 
 Tell = Callable[[int, int], None]  # how many tokens were read, and how many there are to read
 
@@ -192,7 +192,7 @@ def analyse(
         split_up = curse(model, text, short, long, tokens, stride, tell, apart)
         between = {"short": short, "long": long, "gain": split_up.gain, "from_context": split_up.from_context}
         between |= {"from_curse": split_up.from_curse, **asdict(split_up)}
-    return header("positions", subject, corpus, scored_in(model)) | {"rows": rows, "curse": between}
+    return header("positions", subject, corpus, usual_precision(device_of(model))) | {"rows": rows, "curse": between}
 
 
 def table(found: Row) -> Iterator[str]:

@@ -23,6 +23,12 @@ def analyse(
     progress: Progress = silent,
 ) -> Row:
     """Return how often a value is found at each of the distances `lengths`; it needs no corpus."""
+    trained = subject.checkpoint.state.get("tokenizer")
+    if trained not in (None, "bytes"):
+        raise ValueError(
+            f"recall: expected a model of bytes, which questions are asked in, got {subject.checkpoint.path} with the "
+            f"tokenizer {str(trained)[:12]}"
+        )
     rows = []
     for number, distance in enumerate(lengths, 1):
         found = accuracy(subject.model, distance, trials, seed)

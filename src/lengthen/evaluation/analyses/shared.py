@@ -13,6 +13,7 @@ from lengthen import __version__
 from lengthen.data import Corpus, Tokens
 from lengthen.evaluation.runs import Subject
 from lengthen.model import Transformer
+from lengthen.model.score import device_of, precision_of
 
 TOKENS = 16_384  # of the text that are read, by default
 BATCH_TOKENS = 1 << 13  # in one pass
@@ -45,9 +46,10 @@ class Lengths:
         return sorted({max(self.least, train_length * factor // self.times) for factor in TIMES})
 
 
-def header(kind: str, subject: Subject, corpus: Corpus | None, precision: torch.dtype | None = None) -> Row:
-    """Return what every file says of the model, the data and the computation; precision None: the weights' own."""
-    config, weight = subject.model.config, next(subject.model.parameters())
+def header(kind: str, subject: Subject, corpus: Corpus | None, precision: torch.dtype = torch.float32) -> Row:
+    """Return what every file says of the model, the data and the computation; float32 is the weights' own precision."""
+    refuse_encoder(subject.model)
+    config, device = subject.model.config, device_of(subject.model)
     return {
         "kind": kind,
         "positions": config.positions,
@@ -55,16 +57,16 @@ def header(kind: str, subject: Subject, corpus: Corpus | None, precision: torch.
         "checkpoint": subject.checkpoint.path.name,
         "weights": subject.weights,
         "data": None if corpus is None else corpus.fingerprint,
-        "precision": str(precision or weight.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(weight.device) if weight.is_cuda else weight.device.type,
+        "precision": precision_of(subject.model, precision),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "version": __version__,
     }
 
 
-def scored_in(model: Transformer) -> torch.dtype:
-    """Return the precision that `model.score` reads a model in: bfloat16 on a GPU, elsewhere the weights' own."""
-    weight = next(model.parameters())
-    return torch.bfloat16 if weight.is_cuda else weight.dtype
+def refuse_encoder(model: Transformer) -> None:
+    """Raise an error if a model sees what stands ahead: it would be asked for what it sees."""
+    if model.config.kind != "decoder":
+        raise ValueError(f"model: expected a decoder, got an {model.config.kind}: analyses look back, not ahead")
 
 
 def pieces(text: Tokens, length: int, tokens: int, stage: str, progress: Progress) -> Iterator[Tensor]:
