@@ -60,9 +60,7 @@ class ModelConfig:
     biases: bool = True  # of linear layers and of LayerNorm
     tied: bool = True  # the output shares the embedding's weights
     scale_embeddings: bool = True  # by √width; false for weights of models without (GPT-2, MPT, Llama)
-    dropout: float = (
-        0.0  # fraction of features that are zeroed while training: of embeddings and of each layer's output
-    )
+    dropout: float = 0.0  # fraction of features zeroed while training, of embeddings and of each layer's output
     activation_dropout: float = 0.0  # the same inside feed-forward layers, after the activation
 
     def __post_init__(self) -> None:

@@ -130,7 +130,7 @@ def test_everything_at_once(alibi: Path, data: str, capsys: Capture) -> None:
 
 def said_in(data: str, tokens: int = 160) -> str:
     """Return the text that an analysis reads."""
-    return Corpus.open(data).tokenizer().decode(Corpus.open(data)["validation"].read(0, tokens))
+    return Corpus.open(data).tokenizer.decode(Corpus.open(data)["validation"].read(0, tokens))
 
 
 def test_induction_by_seed_and_length(alibi: Path, data: str) -> None:

@@ -86,7 +86,7 @@ class Oracle(nn.Module):
 
     def __init__(self, sight: int) -> None:
         super().__init__()
-        self.sight, self.config = sight, SimpleNamespace(vocab_size=258)
+        self.sight, self.config = sight, SimpleNamespace(vocabulary=258)
         self.output_weight = nn.Parameter(torch.eye(258))
 
     def hidden(self, ids: Tensor, mask: Any = None) -> Tensor:

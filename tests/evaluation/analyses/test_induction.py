@@ -26,6 +26,7 @@ def copier(length: int) -> Transformer:
             if not name.endswith("norm.weight"):
                 parameter.zero_()
         model.embedding.weight.normal_()
+        model.norm.weight.fill_(1)
         block.attention.qkv.weight[128:] = torch.eye(64)
         block.attention.out.weight.copy_(50 * torch.eye(64))
         model.method.weight.zero_()

@@ -23,7 +23,7 @@ def analyse(
     progress: Progress = silent,
 ) -> Row:
     """Return how often a value is found at each of the distances `lengths`; it needs no corpus."""
-    trained = subject.checkpoint.state.get("tokenizer")
+    trained = subject.checkpoint.state.tokenizer
     if trained not in (None, "bytes"):
         raise ValueError(
             f"recall: expected a model of bytes, which questions are asked in, got {subject.checkpoint.path} with the "
