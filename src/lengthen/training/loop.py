@@ -173,7 +173,8 @@ class _Run:
     def _take(self, step: int, work: Work) -> None:
         """Take one step; leave its numbers on the device."""
         config, here = self.config, self.here
-        torch.manual_seed(config.train.seed + STEP_SEED * (step + 1) + RANK_SEED * here.rank)  # for dropout
+        seed = config.train.seed + STEP_SEED * (step + 1) + RANK_SEED * here.rank
+        torch.manual_seed(seed % (1 << 63))  # for dropout
         rate = config.optimizer.lr * share(config.schedule, step, config.train.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
