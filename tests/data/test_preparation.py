@@ -85,14 +85,56 @@ def test_the_fraction_is_chosen_by_the_text_alone(make: Any, folder: Path, texts
     assert set(texts(make(folder, validation=0.3, seed=1), "validation")) != held_out
 
 
-def test_each_side_has_a_document(make: Any, folder: Path) -> None:
+def test_each_side_has_a_document(make: Any, folder: Path, tmp_path: Path) -> None:
     for fraction in (1e-9, 0.999999):
         corpus = make([folder / "01.txt", folder / "02.txt"], validation=fraction)
         assert [len(corpus[split].bytes) for split in corpus.splits] == [1, 1]
-    with pytest.raises(
-        ValueError, match=r"validation: a fraction of 0.05 needs at least two documents .* got 1 document;"
+    same = folder / "01.txt"
+    (tmp_path / "same.txt").write_bytes(same.read_bytes())
+    with pytest.raises(ValueError, match=r"validation: a fraction of 0.05 needs documents that differ, got 2 equal"):
+        make([same, tmp_path / "same.txt"], validation=None)
+
+
+def test_the_end_of_a_single_document_is_validation(make: Any, tmp_path: Path, texts: Any, stories: list[str]) -> None:
+    """At a line, or else at a word, or else at a character; nothing is lost, and half of the fraction at least."""
+    lines = "".join(f"line {i}\n" for i in range(200))
+    for text, ends_with in (
+        (lines, "\n"),
+        (lines + "\n" * 500, "\n"),  # what nobody sees does not count
+        ("some words " * 100, " "),
+        ("海" * 100, "海"),
+        ("日本", "日"),
+        ("\n\n ab  \n", "a"),
     ):
-        make(folder / "01.txt", validation=None)
+        (tmp_path / "one.txt").write_text(text)
+        said: list[tuple[Any, ...]] = []
+        corpus = make(tmp_path / "one.txt", validation=None, progress=lambda *one, said=said: said.append(one))
+        (train,), (held_out,) = texts(corpus), texts(corpus, "validation")
+        assert train + held_out == text
+        assert train.endswith(ends_with)
+        assert held_out.strip()
+        visible = len(text.rstrip().encode())
+        assert len(train.encode()) >= 0.9 * visible or visible < 20
+        assert len(held_out.strip().encode()) >= 0.02 * visible
+        size = len(text.encode())
+        assert ("validation is the end of the text", len(held_out.encode()), size) in said
+    (tmp_path / "one.txt").write_text(" x\n")
+    with pytest.raises(ValueError, match=r"validation: a fraction of 0.05 needs two documents, or one whose end can"):
+        make(tmp_path / "one.txt", validation=None)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_the_end_of_a_long_document(make: Any, tmp_path: Path, texts: Any, stories: list[str], tokenizer: str) -> None:
+    """One that comes in many pieces and parts; an empty document before and after it is none."""
+    text = "\n".join(stories)
+    (tmp_path / "long.txt").write_text(" \n\0" + text + "\0\n" + " " * 5000)
+    for fraction in (0.01, 0.05, 0.5, 0.99):
+        corpus = make(tmp_path / "long.txt", validation=fraction, separator="\0", tokenizer=tokenizer)
+        (train,), (held_out,) = texts(corpus), texts(corpus, "validation")
+        assert train + held_out == text
+        assert train.endswith("\n")
+        assert len(held_out.encode()) == pytest.approx(fraction * len(text.encode()), rel=0.05, abs=100)
 
 
 def test_a_corpus_that_is_there_is_left_alone(tmp_path: Path, folder: Path, contents: Any, encoded: list[Path]) -> None:
@@ -331,7 +373,7 @@ def test_wrong_places(tmp_path: Path, folder: Path) -> None:
 
 def test_separators_need_a_text_file(tmp_path: Path, make: Any) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}')
-    with pytest.raises(ValueError, match="separator: splits text files, but there is none"):
+    with pytest.raises(ValueError, match="separator: is for text files, but there is none"):
         make(tmp_path / "a.jsonl", separator="x")
 
 

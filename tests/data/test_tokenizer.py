@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,35 @@ def test_training_gives_the_same_bytes(tmp_path: Path, bpe: Path, stories: list[
     for number in range(3):
         train(stories, 400, tmp_path / f"{number}.json")
         assert (tmp_path / f"{number}.json").read_bytes() == bpe.read_bytes()
+
+
+def test_training_can_be_interrupted(tmp_path: Path) -> None:
+    """The package does not look for Ctrl-C; whoever waits for it does."""
+    waiting = threading.Event()
+
+    def texts() -> Iterator[str]:
+        yield "some text"
+        signal.raise_signal(signal.SIGINT)
+        assert waiting.wait(60)
+
+    def interrupt() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            train(texts(), 300, tmp_path / "tokenizer.json")
+
+    try:
+        interrupt()
+    finally:
+        waiting.set()
+    assert not (tmp_path / "tokenizer.json").exists()
+
+
+def test_an_error_while_texts_are_read_is_raised(tmp_path: Path) -> None:
+    def texts() -> Iterator[str]:
+        yield "some text"
+        raise OSError("the disk has gone")
+
+    with pytest.raises(OSError, match="the disk has gone"):
+        train(texts(), 300, tmp_path / "tokenizer.json")
 
 
 def test_a_sample_and_no_validation_text_train_the_bpe(make: Callable[..., Corpus], folder: Path) -> None:
@@ -168,6 +199,36 @@ def test_wrong_tokenizer_files(tmp_path: Path, make: Callable[..., Corpus], fold
         )
     )
     with pytest.raises(ValueError, match=r"expected no dropout, .* got 0.1"):
+        make(folder, tokenizer=path)
+
+
+@pytest.mark.parametrize("content", ["[]", '"text"', "", "\0", '{"tokenizer_class": "GPT2"}', "[" * 100_000])
+def test_what_is_no_tokenizer(tmp_path: Path, make: Callable[..., Corpus], folder: Path, content: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))}: expected a tokenizer.json, got"):
+        make(folder, tokenizer=path)
+
+
+def test_a_tokenizer_without_tokens(tmp_path: Path, make: Callable[..., Corpus], folder: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(path))
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))}: expected a tokenizer.json with tokens, got one"):
+        make(folder, tokenizer=path)
+    tokenizers.Tokenizer(tokenizers.models.BPE({"Q": 0}, [])).save(str(path))
+    with pytest.raises(ValueError, match="tokenizer: expected tokens for the text of the split 'train', got none"):
+        make(folder, tokenizer=path)
+
+
+def test_a_panic_inside_the_package_is_an_error_that_names_the_file(
+    tmp_path: Path, make: Callable[..., Corpus], folder: Path
+) -> None:
+    """Such a panic is no Exception; here a merge makes a token that is not in the vocabulary."""
+    path = tmp_path / "tokenizer.json"
+    said = json.loads(tokenizers.Tokenizer(tokenizers.models.BPE()).to_str())
+    said["model"] |= {"vocab": {"a": 0, "b": 1}, "merges": ["a b"]}
+    path.write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))}: expected a tokenizer.json, got"):
         make(folder, tokenizer=path)
 
 

@@ -176,3 +176,47 @@ def test_wrong_options(corpus: Corpus, options: dict[str, object], said: str) ->
 def test_wrong_batches(corpus: Corpus, arguments: tuple[int, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Windows(corpus["train"], length=16, batch=4).batch(*arguments)
+
+
+@given(shapes)
+def test_iterating_gives_the_steps_of_one_epoch(shape: tuple[list[int], int, int, int]) -> None:
+    lengths, length, batch, seed = shape
+    windows = Windows(Numbers(lengths), length=length, batch=batch, seed=seed)  # type: ignore[arg-type]
+    batches = list(windows)
+    assert len(batches) == len(windows) == windows.steps_per_epoch
+    for step, one in enumerate(batches):
+        assert torch.equal(one.ids, windows.batch(step).ids)
+    assert len(list(windows)) == len(batches)  # as often as one likes
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(sum), st.data())
+def test_document_starts(lengths: list[int], data: st.DataObject) -> None:
+    tokens = Numbers(lengths)
+    start = data.draw(st.integers(0, len(tokens)))
+    stop = data.draw(st.integers(start, len(tokens)))
+    owners = [first for first, size in zip(tokens.documents, lengths, strict=False) for _ in range(size)]
+    found = tokens.document_starts(start, stop)
+    assert found.dtype == np.int64
+    assert found.tolist() == [max(first - start, 0) for first in owners[start:stop]]
+
+
+def test_document_starts_outside(corpus: Corpus) -> None:
+    with pytest.raises(ValueError, match="start, stop: expected 0 ≤ start ≤ stop"):
+        corpus["train"].document_starts(0, len(corpus["train"]) + 1)
+
+
+def test_the_tokenizer_is_a_property(corpus: Corpus) -> None:
+    assert corpus.tokenizer.encode("sea") == list(b"sea")
+    assert corpus.tokenizer is corpus.tokenizer
+
+
+@pytest.mark.parametrize("order", ["pack", "sample"])
+def test_seeds_have_64_bits(corpus: Corpus, order: str) -> None:
+    def ids(seed: int) -> torch.Tensor:
+        return Windows(corpus["train"], length=16, batch=4, seed=seed, order=order).batch(3).ids
+
+    assert torch.equal(ids(2**64 - 1), ids(2**64 - 1))
+    assert not torch.equal(ids(2**64 - 1), ids(0))
+    for wrong in (2**64, -1, 10**30):
+        with pytest.raises(ValueError, match="seed: expected"):
+            ids(wrong)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from lengthen.data import cuts, vocabulary
 from lengthen.data.readers import UnreadableError, pieces
@@ -164,29 +165,26 @@ class Documents:
                 yield self.names[split], piece, ends
 
     def sample(self, limit: int, folder: Path) -> Iterator[str]:
-        """Yield about `limit` bytes of the train text, chosen piece by piece by a hash of the piece.
+        """Return about `limit` bytes of the train text, chosen piece by piece by a hash of the piece.
 
-        Of a text with too many words to be trained on, a half, a quarter, … of that.
+        Of a text with too many words to be trained on, a half, a quarter, … of that. It is collected in a file first.
         """
         wanted, done = min(limit, self.bytes["train"]), 0
+        below = wanted / self.bytes["train"] * 2.0**64
         words, taken = vocabulary.Vocabulary(), []
-        with tempfile.TemporaryFile(dir=folder) as file:
-            for split, piece, _ in self:
-                number = int.from_bytes(hashlib.blake2b(piece, digest_size=8, person=b"bpe sample").digest(), "little")
-                share = wanted / self.bytes["train"] * 2.0**64
-                if split == "train" and number < share:
-                    level = next(k for k in range(65) if number >= share / 2.0 ** (k + 1) or k == 64)
-                    if wanted > vocabulary.BYTES:
-                        words.add(piece.decode(), level)
-                    file.write(piece)
-                    taken.append((len(piece), level))
-                    done += len(piece)
-                    self._progress("training the tokenizer", done, wanted)
-            file.seek(0)
-            for size, level in taken:
-                piece = file.read(size)
-                if level >= words.halvings:
-                    yield from (part.decode() for part in cuts.small(piece))
+        file = tempfile.TemporaryFile(dir=folder)
+        for split, piece, _ in self:
+            number = int.from_bytes(hashlib.blake2b(piece, digest_size=8, person=b"bpe sample").digest(), "little")
+            if split != "train" or number >= below:
+                continue
+            level = next(k for k in range(65) if number >= below / 2.0 ** (k + 1) or k == 64)
+            if wanted > vocabulary.BYTES:
+                words.add(piece.decode(), level)
+            file.write(piece)
+            taken.append((len(piece), level))
+            done += len(piece)
+            self._progress("training the tokenizer", done, wanted)
+        return _texts(file, [(size, level >= words.halvings) for size, level in taken])
 
     def parts(self, *, cut: bool) -> Iterator[tuple[str, Part]]:
         """Yield for each split its pieces in order, about PART_BYTES at a time; without `cut` they are long ones."""
@@ -207,6 +205,15 @@ class Documents:
                 yield split, held[split]
                 held[split], sizes[split] = [], 0
         yield from ((split, part) for split, part in held.items() if part)
+
+
+def _texts(file: IO[bytes], taken: list[tuple[int, bool]]) -> Iterator[str]:
+    with file:
+        file.seek(0)
+        for size, wanted in taken:
+            piece = file.read(size)
+            if wanted:
+                yield from (part.decode() for part in cuts.small(piece))
 
 
 def _inside_a_word(before: bytes, after: bytes) -> bool:

@@ -86,6 +86,8 @@ def join_parts(
                     position, tokens = position + len(now), tokens[len(now) :]
                 done += path.stat().st_size
                 progress("writing", done, total)
+        if position == 0:
+            raise ValueError(f"tokenizer: expected tokens for the text of the split {name!r}, got none")
         shards = [
             publish(work / f"{name}.{i}.shard", out, f"{name}.{i:05d}", "bin")
             for i in range(-(-position // shard_tokens))

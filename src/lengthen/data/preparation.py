@@ -50,6 +50,7 @@ from lengthen.data.tokenizer import Tokenizer, train
 from lengthen.io import build, read_lines, sync_folder, write_json, write_lines
 
 SAMPLE_BYTES = 64 << 20  # what a BPE is trained on; more changes little but the time
+MOST = 12  # workers by default: each takes some 50 MB, and more find Python's lock taken
 LAYOUT = 2  # of parts: counted up when other pieces go into a part, so that those of an older version are not used
 OWN_NAMES = re.compile(r".+\.[0-9a-f]{12}\.(bin|json|jsonl)|\.index\.json\.[0-9a-f]{16}\.partial")
 
@@ -103,7 +104,7 @@ def prepare(
     settings = build(Settings, asked)
     fitting_dtype(settings.vocab_size or 1, settings.dtype, f"tokenizer={kind!r}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = whole_number("workers", cores if workers is None else workers, at_least=1)
+    workers = whole_number("workers", min(cores, MOST) if workers is None else workers, at_least=1)
     skip_bad = flag("skip_bad", skip_bad)
     files = expand(sources, held_out, follow_links=flag("follow_links", follow_links), skip_bad=skip_bad)
     fraction = check_files(files, Path(out), settings, fraction, given=validation is not None)
@@ -245,12 +246,15 @@ class Run:
                 done += pending.popleft().result()
                 self.progress("tokenising", done, total)
 
-        with ThreadPoolExecutor(self.workers) as pool:
+        pool = ThreadPoolExecutor(self.workers)
+        try:
             for split, part in found.parts(cut=tokenizer.cuttable()):
                 paths[split].append(folder / f"{split}.{len(paths[split]):06d}.part")
                 pending.append(pool.submit(encode_part, paths[split][-1], part, tokenizer, dtype))
                 finish(2 * self.workers)  # so many are in memory
             finish(0)
+        finally:
+            pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C those that have begun are finished, and kept
         return paths
 
 

@@ -262,7 +262,10 @@ def _columns(kind: str, file: IO[bytes], key: str) -> Iterator[Any]:
     _known("", key, names)
     if names.count(key) > 1:
         raise _PlaceError("", f"one column {key!r}", f"{names.count(key)} of that name")
-    yield from (batch.column(key) for batch in batches)
+    for batch in batches:
+        column = batch.column(key)
+        column.validate(full=True)  # a damaged one would end the process
+        yield column
 
 
 def _known(where: str, key: str, names: Iterable[str]) -> str:

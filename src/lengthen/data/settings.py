@@ -42,7 +42,8 @@ class Settings:
             if self.tokenizer != kind and (value := getattr(self, key)) is not None:
                 which = "a tokenizer.json" if kind == "json" else "tokenizer='bpe'"
                 raise ValueError(f"{key}: only {which} has one to choose, got {value!r} for {self.tokenizer!r}")
-        least = {"vocab_size": BYTE_VOCAB_SIZE, "sample_bytes": 1, "seed": 0, "shard_tokens": 1}
+        check_seed(self.seed)
+        least = {"vocab_size": BYTE_VOCAB_SIZE, "sample_bytes": 1, "shard_tokens": 1}
         for key, at_least in least.items():
             if getattr(self, key) is not None:
                 whole_number(key, getattr(self, key), at_least=at_least)
@@ -76,6 +77,13 @@ def find_tokenizer(tokenizer: Any) -> tuple[str, Path | None]:
         got = f"{str(tokenizer)!r}{nearest(str(tokenizer), ('bytes', 'bpe'))}"
         raise FileNotFoundError(f"tokenizer: expected 'bytes', 'bpe', a tokenizer.json or a corpus, got {got}")
     return "json", path
+
+
+def check_seed(seed: Any) -> int:
+    """Return the seed if it is a number of 64 bits, as all that is drawn from it are."""
+    if whole_number("seed", seed, at_least=0) >> 64:
+        raise ValueError(f"seed: expected less than 2**64, got {seed}")
+    return int(seed)
 
 
 def check_encoding(name: Any) -> str | None:

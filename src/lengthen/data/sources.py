@@ -19,7 +19,7 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from lengthen.checks import describe, nearest
@@ -111,13 +111,17 @@ def expand(
 def _once(files: list[Source]) -> list[Source]:
     """Return each file once, under its own name rather than a link's; one that is named twice is a mistake."""
     found: dict[str, Source] = {}
+
+    def indirect(file: Source) -> tuple[bool, bool, int]:
+        path = os.path.abspath(file.path)
+        return path != file.real, os.path.islink(path), len(file.path.parts)
+
     for file in files:
         other = found.setdefault(file.real, file)
         if other is not file:
-            here, there = os.path.abspath(file.path), os.path.abspath(other.path)
-            if here == there:
+            if os.path.abspath(file.path) == os.path.abspath(other.path):
                 raise ValueError(f"sources: {file.path} is named twice")
-            found[file.real] = file if here == file.real else other
+            found[file.real] = min(other, file, key=indirect)
     chosen = set(map(id, found.values()))
     return [file for file in files if id(file) in chosen]
 
@@ -224,7 +228,7 @@ def _dataset(path: Path, name: str, split: str) -> list[Source]:
     except (KeyError, TypeError):
         raise ValueError(f"{listing}: expected Arrow files under '_data_files'") from None
     for file in listed:
-        if not re.fullmatch(r"[^/\\\0]+", file) or PurePosixPath(file).name != file:
+        if not re.fullmatch(r"[^/\\\0]*[^/\\\0.][^/\\\0]*", file):
             raise ValueError(f"{listing}: expected names of files beside it under '_data_files', got {file!r}")
     files = [Source(path / file, f"{name}/{file}", split) for file in listed]
     lost = f"named by {listing.name} but not there"

@@ -11,8 +11,11 @@ token, or any page about tokenizers would break documents in two.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +41,8 @@ class Tokenizer:
         if path is None:
             return
         package = optional("tokenizers", "a tokenizer.json")
-        try:
+        with _saying(f"{path}: expected a tokenizer.json, got"):
             self._inner = package.Tokenizer.from_file(str(path))
-        except Exception as problem:  # the package raises bare Exception
-            raise ValueError(f"{path}: expected a tokenizer.json, got {problem}") from None
         if dropout := getattr(self._inner.model, "dropout", None):
             raise ValueError(f"{path}: expected no dropout, which gives other tokens each time, got {dropout:.3g}")
         self._inner.no_truncation()
@@ -49,6 +50,8 @@ class Tokenizer:
         self._inner.encode_special_tokens = True
         # One more than the largest id: what an embedding needs, gaps included.
         self.vocab_size = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if self.vocab_size == 0:
+            raise ValueError(f"{path}: expected a tokenizer.json with tokens, got one without any")
         self.end_id = self._find("end_token", end_token, END_NAMES)
         self.mask_id = self._find("mask_token", mask_token, MASK_NAMES)
 
@@ -65,10 +68,9 @@ class Tokenizer:
         """Return the ids of a text, with no special token added; the names of special tokens in it are text."""
         if self._inner is None:
             return list(text.encode())
-        try:  # the batch call of one: it leaves out the offsets, which cost more than the ids
+        with _saying(f"tokenizer: {self.path} cannot encode this text:"):
+            # The batch call of one: it leaves out the offsets, which cost more than the ids.
             return list(self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids)
-        except Exception as problem:  # the package raises bare Exception
-            raise ValueError(f"tokenizer: {self.path} cannot encode this text: {problem}") from None
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; special tokens are written out by name, bytes that are no UTF-8 as U+FFFD."""
@@ -106,8 +108,41 @@ def train(texts: Iterable[str], vocab_size: int, path: Path) -> None:
         initial_alphabet=sorted(package.pre_tokenizers.ByteLevel.alphabet()),  # every byte, so every text has ids
         show_progress=False,
     )
-    inner.train_from_iterator(texts, trainer=trainer)
+    _train(inner, trainer, texts)
     write_text(path, inner.to_str(pretty=True))
+
+
+def _train(inner: Any, trainer: Any, texts: Iterable[str]) -> None:
+    """Train in another thread: it takes a minute, in which this one would not see Ctrl-C."""
+    stopped, failed = threading.Event(), []
+
+    def run() -> None:
+        try:
+            inner.train_from_iterator(itertools.takewhile(lambda _: not stopped.is_set(), texts), trainer=trainer)
+        except BaseException as problem:
+            failed.append(problem)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        stopped.set()
+        thread.join(1.0)  # it ends when it asks for the next text; later it has all of them, and ends with the process
+        raise
+    if failed:
+        raise failed[0]
+
+
+@contextmanager
+def _saying(message: str) -> Iterator[None]:
+    """Make a ValueError of what the package raises: bare Exceptions, and of a Rust panic one that is no Exception."""
+    try:
+        yield
+    except BaseException as problem:
+        if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{message} {problem}") from None
 
 
 def optional(package: str, what: str) -> Any:

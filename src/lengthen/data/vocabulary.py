@@ -48,9 +48,9 @@ def _words(text: str) -> tuple[list[int], list[int]]:
     brought to its start: all words at once are differences of one running sum.
     """
     points, kinds = code_points(text).astype(np.uint64), kinds_of(text)
-    borders = np.concatenate([[0], np.flatnonzero(kinds[1:] != kinds[:-1]) + 1, [len(kinds)]])
-    seen = kinds[borders[:-1]] != WHITE
-    starts, stops = borders[:-1][seen], borders[1:][seen]
+    starts = np.flatnonzero(np.diff(kinds, prepend=255))
+    stops = np.append(starts, len(kinds))[1:]
+    starts, stops = (places[kinds[starts] != WHITE] for places in (starts, stops))
     powers, inverses = _powers(1 << len(points).bit_length())
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum((points + np.uint64(1)) * powers[: len(points)])])
     hashes = (sums[stops] - sums[starts]) * inverses[starts]

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lengthen.checks import choice, flag, whole_number
 from lengthen.data.corpus import Tokens
+from lengthen.data.settings import check_seed
 
 IGNORED = -100  # what torch's cross entropy leaves out
 _GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
@@ -63,7 +64,7 @@ class Windows:
         self.tokens = tokens
         self.length = whole_number("length", length, at_least=1)
         self.rows = whole_number("batch", batch, at_least=1)
-        self.seed = whole_number("seed", seed)
+        self.seed = check_seed(seed)
         self.order = choice("order", order, ("pack", "sample"))
         self.document_mask = flag("document_mask", document_mask)
         if len(tokens) < length + 1:

@@ -216,7 +216,8 @@ class _Run:
     def _take(self, step: int, work: Work) -> None:
         """Take one step; leave its numbers on the device."""
         config, here = self.config, self.here
-        torch.manual_seed(config.train.seed + STEP_SEED * (step + 1) + RANK_SEED * here.rank)  # for dropout
+        seed = config.train.seed + STEP_SEED * (step + 1) + RANK_SEED * here.rank
+        torch.manual_seed(seed % (1 << 63))  # for dropout
         set_lr(self.optimizer, config.optimizer.lr * share(config.schedule, step, config.train.steps))
         scored = here.sum(work.scored).clamp(min=1)  # an encoder's batch may have nothing hidden
         rows = min(config.train.micro_batch or work.ids.shape[0], work.ids.shape[0])
