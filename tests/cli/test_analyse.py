@@ -160,7 +160,7 @@ def test_recall_needs_no_data(alibi: Path, capsys: Capture) -> None:
 
 def test_recall_is_asked_in_bytes(alibi: Path) -> None:
     subject = open_run(alibi)
-    state = {**subject.checkpoint.state, "tokenizer": "0123456789abcdef"}
+    state = replace(subject.checkpoint.state, tokenizer="0123456789abcdef")
     other = replace(subject, checkpoint=replace(subject.checkpoint, state=state))
     with pytest.raises(ValueError, match=r"^recall: expected a model of bytes, .* with the tokenizer 0123456789ab$"):
         analyses.recall.analyse(other, None, [16])

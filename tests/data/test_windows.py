@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthen.data import Corpus, Tokens, Windows
-from lengthen.data.windows import _mix, _permutation
+from lengthen.data.windows import mix, _permutation
 
 
 class Numbers:
@@ -130,8 +130,8 @@ def test_seeds_epochs_and_steps_differ() -> None:
 
 def test_the_order_is_pinned() -> None:
     """These numbers are SplitMix64's; if they change, runs that are resumed see other data."""
-    assert [_mix(1234567, i) for i in range(3)] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    bits = [_mix(99, i) for i in range(50)]
+    assert [mix(1234567, i) for i in range(3)] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    bits = [mix(99, i) for i in range(50)]
     assert _permutation(50, 99).tolist() == sorted(range(50), key=lambda i: bits[i])
     windows = Windows(Numbers([1000]), length=10, batch=8, seed=7)  # type: ignore[arg-type]
     assert windows.batch(3).ids[:, 0].tolist() == [windows.start(3, row) for row in range(8)]
