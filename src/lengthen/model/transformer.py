@@ -12,7 +12,7 @@ mask and in what is predicted, not in their blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,7 +26,10 @@ from lengthen.attention.cache import Cache, CachedLayer
 from lengthen.attention.checks import can_look
 from lengthen.checks import describe
 from lengthen.config import ModelConfig
+from lengthen.model import generation
+from lengthen.model.generation import Prompts
 from lengthen.model.loss import IGNORED, linear_cross_entropy
+from lengthen.model.sampling import Sampling
 from lengthen.positions.method import Placed
 
 INIT_STD = 0.02  # GPT-2's; the projections that write into the residual stream get it divided by √(2·layers)
@@ -216,6 +219,72 @@ class Transformer(nn.Module):
         found = [cast(Block, block).attention.highest_score(magnitude) for block in self.blocks]
         highest = [one for one in found if one is not None]
         return Cache(self.config.layers, policy, mask, highest=highest or None, **options)
+
+    def stream(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        stop: Iterable[int] = (),
+        until: Callable[[int, list[int]], bool] | None = None,
+        seed: int | Sequence[int] = 0,
+        samples: int = 1,
+        prefix: generation.Prefix | None = None,
+        chunk: int = generation.CHUNK,
+        cache: str = "full",
+        mode: str = "exact",
+        mask: Mask | None = None,
+        tolerance: float | None = None,
+    ) -> Iterator[generation.Step]:
+        """Return an iterator of steps, each with the next token of every sequence that has not ended.
+
+        Args:
+            prompts: tokens `[batch, length]`, or a list of sequences of any lengths, none of them empty.
+            max_new_tokens: how many at most; 0 gives no step.
+            temperature: 0 is greedy: the likeliest token.
+            top_k: draw among the k likeliest.
+            top_p: draw among the fewest that have this probability together.
+            min_p: draw among those that have at least this fraction of the likeliest one's probability.
+            repetition_penalty: what logits of tokens that were there are divided by (multiplied, below 0).
+            stop: tokens that end a sequence; they are not part of it.
+            until: called with a sequence's number and its new tokens; ends it by returning True.
+            seed: of the random numbers, one for all prompts or one for each; every sample draws others.
+            samples: continuations of each prompt, which is read once; those of prompt p begin at p·samples.
+            prefix: what `model.prefix(…)` read, which all prompts continue, with copies of its cache.
+            chunk: tokens of prompts that are read at once.
+            cache: "full", "window" or "reach" (`lengthen.attention.cache`).
+            mode: of "reach": "exact" or "certified".
+            mask: what tokens see; None: `Causal()`.
+            tolerance: as for `attention`.
+        """
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+        told = {"policy": cache, "mode": mode, "mask": mask, "tolerance": tolerance}
+        return generation.stream(
+            *(self, prompts, max_new_tokens),
+            sampling=sampling,
+            samples=samples,
+            seed=seed,
+            stop=stop,
+            until=until,
+            prefix=prefix,
+            chunk=chunk,
+            cache=told,
+        )
+
+    def generate(self, prompts: Prompts, max_new_tokens: int, **options: Any) -> generation.Generated:
+        """Return the new tokens of each sequence, why it ended, and the cache's bound; arguments as for `stream`."""
+        return generation.gather(
+            len(prompts) * options.get("samples", 1), self.stream(prompts, max_new_tokens, **options)
+        )
+
+    def prefix(self, ids: Tensor | Sequence[int], chunk: int = generation.CHUNK, **options: Any) -> generation.Prefix:
+        """Return tokens read once, for `stream` and `generate` to continue; options as for `cache`."""
+        return generation.read_prefix(self, ids, chunk, **options)
 
     def _enter(
         self, ids: Tensor, positions: Tensor, two_sided: bool, cached: int | None = None
