@@ -34,6 +34,7 @@ from lengthen.attention.merge import Partial, merge
 from lengthen.attention.op import attention
 from lengthen.attention.reach import Ball, default_tolerance
 
+FEW = 4  # pages: heads that keep so many or fewer are read together
 USUAL = 11.0  # what a bias usually falls by until reach ends, beside −log tolerance: which heads go together at first
 
 
@@ -290,7 +291,7 @@ class ReachLayer:
         each = bias.heads // key_heads
         heads: dict[int | None, list[int]] = {}
         for head, needed in enumerate(far.view(key_heads, each).nan_to_num(nan=math.inf).amax(1).tolist()):
-            keep = kept_for(needed if isinstance(bias, Linear) or needed <= farthest else math.inf, self.page)
+            keep = kept_for(needed if isinstance(bias, Linear) or needed <= farthest else math.inf, FEW * self.page)
             heads.setdefault(keep, []).append(head)
         groups = []
         for keep, members in heads.items():
