@@ -105,6 +105,8 @@ def test_a_prefix_is_read_once_and_continued_in_many_ways(make: Make, cache: str
         found = model.generate(rest, 6, prefix=prefix)
         assert found.tokens == [expected(model, start + one, 6) for one in rest]
     assert prefix.cache.length == before
+    with pytest.raises(ValueError, match="prefix: it has a cache already"):
+        model.generate([[1]], 6, prefix=prefix, mask=Window(4))
     with pytest.raises(ValueError, match="prompts: expected one length"):
         model.generate([[1], [1, 2]], 6, prefix=prefix)
 
@@ -286,3 +288,14 @@ def test_a_trained_model_stays_within_the_bound_of_each_layer() -> None:
             error = float((torch.cat(parts, dim=2) - out).norm(dim=-1).amax())
             assert error <= 2 * cache.bound * float(v.norm(dim=-1).amax()) + 1e-9
             assert cache.bound < 1
+
+
+def test_autocast_reads_as_without_a_cache(make: Make) -> None:
+    model = make(dtype=torch.float32)
+    ids = torch.randint(19, (2, 30))
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        plain = model.hidden(ids)
+        for policy in ("full", "reach"):
+            found = read_in_parts(model, ids, 7, None, policy=policy)
+            assert found.dtype == plain.dtype == torch.bfloat16
+            assert float((found - plain).norm() / plain.norm()) < 0.02

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lengthen.model.transformer import Transformer
 
 CHUNK = 512  # tokens of a prompt that are read at once
+DEFAULT = {"policy": "full", "mode": "exact"}  # of a cache
 
 Prompts = Tensor | Sequence[Tensor | Sequence[int]]
 
@@ -79,6 +80,9 @@ def stream(
     seeds = [seed] * len(given) if isinstance(seed, int) else list(seed)
     if len(seeds) != len(given):
         raise ValueError(f"seed: expected a number, or one for each of {len(given)} prompts, got {len(seeds)}")
+    own = [name for name, value in cache.items() if value is not None and value != DEFAULT.get(name)]
+    if prefix is not None and own:
+        raise ValueError(f"prefix: it has a cache already, made by model.prefix(…); expected no {own[0]!r}, got one")
     if model.training and model.config.dropout:
         raise ValueError("model: expected one in eval mode (model.eval()), got one that drops features out")
     longest = max(map(len, given)) + (len(prefix.tokens) if prefix else 0) + max_new_tokens
