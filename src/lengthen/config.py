@@ -56,6 +56,7 @@ class ModelConfig:
     feed_forward: int | None = None  # hidden features; none: 4·width, or 8/3·width with SwiGLU's third matrix
     norm: Literal["layer", "rms"] = "layer"  # LayerNorm or RMSNorm
     norm_epsilon: float = 1e-5  # added to the variance
+    qk_norm: bool = False  # RMSNorm of each head's queries and keys before they are rotated: bounds every score
     activation: Literal["gelu", "relu", "swiglu"] = "gelu"  # of the feed-forward layers
     biases: bool = True  # of linear layers and of LayerNorm
     tied: bool = True  # the output shares the embedding's weights
@@ -150,6 +151,7 @@ class ModelConfig:
         116608
         """
         norms = (2 * self.layers + 1) * self.width * (2 if self.norm == "layer" and self.biases else 1)
+        norms += 2 * self.layers * self.head_width if self.qk_norm else 0
         tables = self.vocabulary * self.width * (1 if self.tied else 2)
         return tables + self.layers * (self._matrices + self._biases) + norms + self.method_parameters
 

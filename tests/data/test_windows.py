@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthen.data import Corpus, Tokens, Windows
-from lengthen.data.windows import mix, _permutation
+from lengthen.data.windows import _permutation, mix
 
 
 class Numbers:

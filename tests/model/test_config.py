@@ -119,7 +119,10 @@ WRONG: list[tuple[str, Any, str]] = [
     ("norm", "batch", r"^model.norm: expected 'layer' or 'rms', got 'batch'"),
     ("activation", "silu", r"^model.activation: expected 'gelu' or 'relu' or 'swiglu', got 'silu'"),
     ("activation", None, r"^model.activation: expected 'gelu' .*, got None"),
-    *((key, 1, rf"^model.{key}: expected true or false, got 1") for key in ("biases", "tied", "scale_embeddings")),
+    *(
+        (key, 1, rf"^model.{key}: expected true or false, got 1")
+        for key in ("biases", "tied", "scale_embeddings", "qk_norm")
+    ),
     ("norm_epsilon", 0, r"^model.norm_epsilon: expected more than 0, got 0"),
     ("norm_epsilon", float("nan"), r"^model.norm_epsilon: expected a finite number, got nan"),
     ("dropout", 1.0, r"^model.dropout: expected a fraction from 0 to below 1, got 1.0"),

@@ -6,6 +6,9 @@ biases.py     Linear, Table, Decay: functions of distance
 masks.py      Causal, Window, Blockwise, Bidirectional: an interval of keys for each query
 reach.py      how far a head must look, and the ball around its keys
 merge.py      joins partial results
+cache.py      keys and values while decoding: full, window, reach
+far.py        of these, reach: what each head keeps, and what the rest can weigh
+buffer.py     their storage
 backends/     reference (the definition), native (torch's own), chunked (plain torch), triton (GPU kernels)
 """
 

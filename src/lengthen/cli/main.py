@@ -24,6 +24,7 @@ VERBS = {
     "train": "train a model from a preset and token shards",
     "eval": "measure perplexity at any length, and how far a model can be stretched",
     "analyse": "look inside: resolution, loss by position, reach, attention by distance, induction, recall",
+    "generate": "let a model write: text as its tokens come, from a cache of any policy",
     "report": "put runs on one page: curves, tables, how each number was made",
 }
 

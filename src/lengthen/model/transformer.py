@@ -12,8 +12,8 @@ mask and in what is predicted, not in their blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,14 @@ from torch.utils.checkpoint import checkpoint
 
 from lengthen.attention import Bidirectional, Causal, Mask, attention
 from lengthen.attention.biases import Bias, Decay
+from lengthen.attention.cache import Cache, CachedLayer
 from lengthen.attention.checks import can_look
 from lengthen.checks import describe
 from lengthen.config import ModelConfig
+from lengthen.model import generation
+from lengthen.model.generation import Prompts
 from lengthen.model.loss import IGNORED, linear_cross_entropy
+from lengthen.model.sampling import Sampling
 from lengthen.positions.method import Placed
 
 INIT_SIZE = 0.5  # of what a matrix makes of features of size 1: its entries have a deviation of INIT_SIZE / √width
@@ -47,14 +51,35 @@ class Attention(nn.Module):
         self.heads, self.key_heads, self.head_dim = config.heads, config.key_value_heads, config.head_width
         together = (self.heads + 2 * self.key_heads) * self.head_dim
         self.qkv = nn.Linear(config.width, together, bias=config.biases)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.head_dim, eps=config.norm_epsilon) if config.qk_norm else None for _ in range(2)
+        )
         self.op = AttentionOp()
         self.out = nn.Linear(self.heads * self.head_dim, config.width, bias=config.biases)
 
-    def forward(self, x: Tensor, placed: Placed, mask: Mask) -> Tensor:
-        """Return what each token of x `[batch, length, width]` reads from those it sees."""
-        q, k, v = placed.split(self.qkv(x).unflatten(-1, (-1, self.head_dim)), self.heads, self.key_heads)
-        read = self.op(q, k, v, bias=placed.bias, decay=placed.decay, mask=mask)
+    def forward(
+        self, x: Tensor, placed: Placed, mask: Mask, layer: CachedLayer | None = None, forget: int = 0
+    ) -> Tensor:
+        """Return what each token of x `[batch, length, width]` reads from those it sees, a cache's among them."""
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = torch.split(qkv, [self.heads, self.key_heads, self.key_heads], dim=2)
+            qkv = torch.cat((self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v), dim=2)
+        q, k, v = placed.split(qkv, self.heads, self.key_heads)
+        if layer is None:
+            read = self.op(q, k, v, bias=placed.bias, decay=placed.decay, mask=mask)
+        else:
+            read = layer.attend(q, k, v, placed.bias, placed.decay, mask, forget)
         return cast(Tensor, self.out(read.transpose(1, 2).flatten(-2)))
+
+    @torch.no_grad()
+    def highest_score(self, magnitude: float) -> float | None:
+        """Return a number that no |score| before its bias is above, where queries and keys are normalised."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        # ‖x‖ ≤ √d after the norm, times its largest weight; 1/√d is the scale. A rotation changes none of it.
+        largest = float(self.q_norm.weight.abs().amax()) * float(self.k_norm.weight.abs().amax())
+        return 1.01 * magnitude**2 * largest * math.sqrt(self.head_dim)  # 1 % for 16-bit rounding
 
 
 class FeedForward(nn.Module):
@@ -88,9 +113,11 @@ class Block(nn.Module):
         self.attention, self.feed_forward = Attention(config), FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, placed: Placed, mask: Mask) -> Tensor:
+    def forward(
+        self, x: Tensor, placed: Placed, mask: Mask, layer: CachedLayer | None = None, forget: int = 0
+    ) -> Tensor:
         """Return x `[batch, length, width]` with this block's part added."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), placed, mask))
+        x = x + self.dropout(self.attention(self.attention_norm(x), placed, mask, layer, forget))
         return x + cast(Tensor, self.dropout(self.feed_forward(self.feed_forward_norm(x))))
 
 
@@ -173,20 +200,114 @@ class Transformer(nn.Module):
             positions = (positions - mask.start(length, ids.device)).clamp(min=0)
         if mask.formula() is None:
             mask = mask.listed(length, length, 0, ids.device)  # once, not in every layer
-        x = self.embedding(ids)
-        if config.scale_embeddings:
-            x = x * math.sqrt(config.width)
-        kind, dtype = x.device.type, x.dtype
-        if torch.is_autocast_enabled(kind):  # else every block would read and write the stream in 32 bits
-            dtype = torch.get_autocast_dtype(kind)
-        placed = self.method.at(positions, dtype, mask.two_sided)
-        x = self.dropout(placed.embed(x)).to(dtype)
+        x, placed = self._enter(ids, positions, mask.two_sided)
         for block in self.blocks:
             if self.checkpoint_activations and self.training and torch.is_grad_enabled():
                 x = checkpoint(block, x, placed, mask, use_reentrant=False)
             else:
                 x = block(x, placed, mask)
         return self._finish(x)
+
+    @torch.no_grad()
+    def extend(self, ids: Tensor, cache: Cache) -> Tensor:
+        """Return the last block's output, normalised, for new tokens `[batch, new]` after those of a cache.
+
+        The cache takes their keys and values, and says what they see: `model.cache(…)` makes one. Without gradients.
+        """
+        self._check(ids, None)
+        slots = cache.begin(ids.shape[1], ids.device)
+        x, placed = self._enter(ids, slots.positions, False, slots.before)
+        for block, layer in zip(self.blocks, cache.layers, strict=True):
+            x = block(x, placed, slots.mask, layer, slots.forget)
+        return self._finish(x)
+
+    def cache(self, policy: str = "full", mask: Mask | None = None, **options: Any) -> Cache:
+        """Return an empty cache of this model's layers; arguments as for `lengthen.attention.cache.Cache`."""
+        if self.config.kind != "decoder":
+            raise ValueError("model: expected a decoder, whose tokens see those before them alone, got an encoder")
+        magnitude = math.prod(float(getattr(part, "magnitude", 1.0)) for part in self.method.modules())
+        found = [cast(Block, block).attention.highest_score(magnitude) for block in self.blocks]
+        highest = [one for one in found if one is not None]
+        return Cache(self.config.layers, policy, mask, highest=highest or None, **options)
+
+    def stream(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        stop: Iterable[int] = (),
+        until: Callable[[int, list[int]], bool] | None = None,
+        seed: int | Sequence[int] = 0,
+        samples: int = 1,
+        prefix: generation.Prefix | None = None,
+        chunk: int = generation.CHUNK,
+        cache: str = "full",
+        mode: str = "exact",
+        mask: Mask | None = None,
+        tolerance: float | None = None,
+    ) -> Iterator[generation.Step]:
+        """Return an iterator of steps, each with the next token of every sequence that has not ended.
+
+        Args:
+            prompts: tokens `[batch, length]`, or a list of sequences of any lengths, none of them empty.
+            max_new_tokens: how many at most; 0 gives no step.
+            temperature: 0 is greedy: the likeliest token.
+            top_k: draw among the k likeliest.
+            top_p: draw among the fewest that have this probability together.
+            min_p: draw among those that have at least this fraction of the likeliest one's probability.
+            repetition_penalty: what logits of tokens that were there are divided by (multiplied, below 0).
+            stop: tokens that end a sequence; they are not part of it.
+            until: called with a sequence's number and its new tokens; ends it by returning True.
+            seed: of the random numbers, one for all prompts or one for each; every sample draws others.
+            samples: continuations of each prompt, which is read once; those of prompt p begin at p·samples.
+            prefix: what `model.prefix(…)` read, which all prompts continue, with copies of its cache.
+            chunk: tokens of prompts that are read at once.
+            cache: "full", "window" or "reach" (`lengthen.attention.cache`).
+            mode: of "reach": "exact" or "certified".
+            mask: what tokens see; None: `Causal()`.
+            tolerance: as for `attention`.
+        """
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+        told = {"policy": cache, "mode": mode, "mask": mask, "tolerance": tolerance}
+        return generation.stream(
+            *(self, prompts, max_new_tokens),
+            sampling=sampling,
+            samples=samples,
+            seed=seed,
+            stop=stop,
+            until=until,
+            prefix=prefix,
+            chunk=chunk,
+            cache=told,
+        )
+
+    def generate(self, prompts: Prompts, max_new_tokens: int, **options: Any) -> generation.Generated:
+        """Return the new tokens of each sequence, why it ended, and the cache's bound; arguments as for `stream`."""
+        return generation.gather(
+            len(prompts) * options.get("samples", 1), self.stream(prompts, max_new_tokens, **options)
+        )
+
+    def prefix(self, ids: Tensor | Sequence[int], chunk: int = generation.CHUNK, **options: Any) -> generation.Prefix:
+        """Return tokens read once, for `stream` and `generate` to continue; options as for `cache`."""
+        return generation.read_prefix(self, ids, chunk, **options)
+
+    def _enter(
+        self, ids: Tensor, positions: Tensor, two_sided: bool, cached: int | None = None
+    ) -> tuple[Tensor, Placed]:
+        """Return the embeddings of tokens at these positions, and the position method at them."""
+        x = self.embedding(ids)
+        if self.config.scale_embeddings:
+            x = x * math.sqrt(self.config.width)
+        kind, dtype = x.device.type, x.dtype
+        if torch.is_autocast_enabled(kind):  # else every block would read and write the stream in 32 bits
+            dtype = torch.get_autocast_dtype(kind)
+        placed = self.method.at(positions, dtype, two_sided, cached)
+        return self.dropout(placed.embed(x)).to(dtype), placed
 
     def _finish(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.norm(x).to(x.dtype))

@@ -70,13 +70,14 @@ class Composed(PositionMethod):
     def _rotating(self) -> PositionMethod | None:
         return next((part for part in self.parts if "rotate" in part.places), None)
 
-    def at(self, positions: Tensor, dtype: torch.dtype, two_sided: bool) -> Placed:
+    def at(self, positions: Tensor, dtype: torch.dtype, two_sided: bool, cached: int | None = None) -> Placed:
         """Return the method that rotates at these positions, with the bias and the decay of those that have one."""
         if self._rotating is None:
-            return super().at(positions, dtype, two_sided)
-        placed = self._rotating.at(positions, dtype, two_sided)
+            return super().at(positions, dtype, two_sided, cached)
+        placed = self._rotating.at(positions, dtype, two_sided, cached)
         decay = placed.decay if "decay" in self._rotating.places else self.decay()  # its own may be in its angles
-        return replace(placed, method=self, bias=self.bias(max(positions.shape[-1] - 1, 0)), decay=decay)
+        farthest = max((cached or 0) + positions.shape[-1] - 1, 0)
+        return replace(placed, method=self, bias=self.bias(farthest), decay=decay)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Do what the method that rotates does."""

@@ -92,9 +92,13 @@ class PositionMethod(nn.Module):
         """Return x `[batch, length, width]` with its positions, `[length]` or `[batch, length]`, in it."""
         return x
 
-    def at(self, positions: Tensor, dtype: torch.dtype, two_sided: bool) -> Placed:
-        """Return the method at these positions, for projections of this dtype; `two_sided`: queries may look ahead."""
-        return Placed(self, positions, self.bias(max(positions.shape[-1] - 1, 0)), self.decay())
+    def at(self, positions: Tensor, dtype: torch.dtype, two_sided: bool, cached: int | None = None) -> Placed:
+        """Return the method at these positions, for projections of this dtype.
+
+        `two_sided`: queries may look ahead. `cached`: queries read keys of other passes too, so many before these;
+        None: there is no cache, and keys are for the queries of this pass alone.
+        """
+        return Placed(self, positions, self.bias(max((cached or 0) + positions.shape[-1] - 1, 0)), self.decay())
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return a query or key `[batch, heads, length, head_dim]` turned by its positions; any heads."""

@@ -40,9 +40,9 @@ class Rotation(PositionMethod):
         pair = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
         return torch.pow(self.base, -pair / self.head_dim)
 
-    def at(self, positions: Tensor, dtype: torch.dtype, two_sided: bool) -> Placed:
+    def at(self, positions: Tensor, dtype: torch.dtype, two_sided: bool, cached: int | None = None) -> Placed:
         """Return the angles of these positions: torch.compile would otherwise compute them in every layer."""
-        placed = super().at(positions, dtype, two_sided)
+        placed = super().at(positions, dtype, two_sided, cached)
         if type(self).rotate is not Rotation.rotate:  # somebody's own
             return placed
         angles = self._tables(positions, torch.promote_types(dtype, torch.float32))

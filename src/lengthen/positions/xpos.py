@@ -79,17 +79,18 @@ class XPos(Rotation):
         rates = torch.cat((rates, rates)) if self.pairs == "halves" else torch.stack((rates, rates), -1).flatten()
         return Decay(rates, self._floor)
 
-    def at(self, positions: Tensor, dtype: torch.dtype, two_sided: bool) -> Placed:
+    def at(self, positions: Tensor, dtype: torch.dtype, two_sided: bool, cached: int | None = None) -> Placed:
         """Return the angles of these positions; where it fits the dtype, with the decay in them, as the paper has it.
 
         Then the op need not know of it. A decay over so few positions that its powers stay far from the dtype's ends
-        costs nothing there. Keys ahead of a query would get the inverse of what they should.
+        costs nothing there. Keys ahead of a query would get the inverse of what they should, and keys of a cache powers
+        that are relative to another pass.
         """
-        placed = super().at(positions, dtype, two_sided)
+        placed = super().at(positions, dtype, two_sided, cached)
         decay, length = placed.decay, positions.shape[-1]
         lowest = None if decay is None else decay.lowest()
         short = lowest is not None and lowest ** (length / 2) >= LEAST_POWER[dtype]
-        if two_sided or not short or not isinstance(placed, Turned) or decay is None:
+        if two_sided or cached is not None or not short or not isinstance(placed, Turned) or decay is None:
             return placed
         steps = torch.arange(length, device=positions.device) - length / 2
         tables = [decay.power(sign * steps, placed.tables.dtype).squeeze(0) for sign in (1, 1, -1, -1)]

@@ -1,0 +1,125 @@
+"""The keys and values of consecutive slots: appended at the end, dropped at the front, always one contiguous view.
+
+A slot is a place in the order in which tokens came; position 0 of a sequence may stand at any. Storage grows to twice
+its size when it is full, or moves what is kept to its front when that is at most half of it. So a token costs a
+constant number of copies, however long the sequence; with `room` for the final length there are none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lengthen.attention.masks import Band, ListedBehind, Mask
+from lengthen.attention.reach import Ball
+
+LEAST = 64  # keys that there is room for at first
+
+
+class Buffer:
+    """Keys and values of the slots from `base` to `end`, and the ball of the keys."""
+
+    def __init__(self, room: int | None = None) -> None:
+        self.room = room
+        self.base, self.end = 0, 0
+        self._at = 0  # where `base` is in storage
+        self._k: Tensor | None = None
+        self._v: Tensor | None = None
+        self._ball: Ball | None = None
+        self._fresh = 0  # keys that the ball was centred on
+
+    def __len__(self) -> int:
+        return self.end - self.base
+
+    @property
+    def k(self) -> Tensor:
+        """The keys, a view `[batch, key_heads, kept, head_dim]`."""
+        assert self._k is not None
+        return self._k[:, :, self._at : self._at + len(self)]
+
+    @property
+    def v(self) -> Tensor:
+        """The values, a view."""
+        assert self._v is not None
+        return self._v[:, :, self._at : self._at + len(self)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage, unused room included."""
+        return sum(x.numel() * x.element_size() for x in (self._k, self._v) if x is not None)
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Add the keys and values of the next slots, `[batch, key_heads, new, width]`."""
+        new, kept = k.shape[2], len(self)
+        if self._k is None or self._v is None:
+            size = max(LEAST, new, self.room or 0)
+            self._k, self._v = (x.new_empty(*x.shape[:2], size, x.shape[3]) for x in (k, v))
+        if self._at + kept + new > self._k.shape[2]:
+            self._move(2 * (kept + new) if 2 * (kept + new) > self._k.shape[2] else self._k.shape[2])
+        stop = self._at + kept
+        self._k[:, :, stop : stop + new] = k
+        self._v[:, :, stop : stop + new] = v
+        self.end += new
+
+    def drop(self, before: int) -> None:
+        """Forget the slots before this one; give memory back where three quarters of it are not needed."""
+        if before <= self.base or self._k is None:
+            return
+        self._at += min(before, self.end) - self.base
+        self.base = min(before, self.end)
+        if self.room is None and self._k.shape[2] > 4 * max(len(self), LEAST):
+            self._move(2 * max(len(self), LEAST))
+
+    def _move(self, size: int) -> None:
+        """Put what is kept at the front, of storage of another size or the same."""
+        assert self._k is not None
+        assert self._v is not None
+        kept = len(self)
+        for name in ("_k", "_v"):
+            old: Tensor = getattr(self, name)
+            live = old[:, :, self._at : self._at + kept]
+            if size != old.shape[2]:
+                setattr(self, name, old.new_empty(*old.shape[:2], size, old.shape[3]))
+            elif kept > self._at:  # the two would overlap
+                live = live.clone()
+            getattr(self, name)[:, :, :kept] = live
+        self._at = 0
+
+    def ball(self, new: Tensor, centred: bool) -> Ball:
+        """Return a ball of the keys kept, the `new` ones just appended among them.
+
+        It is centred anew as their number doubles; in a window, whenever it has taken as many new keys as it holds.
+        """
+        self._fresh -= new.shape[2]
+        if self._ball is None or self._fresh <= 0:
+            self._ball, self._fresh = Ball.around(self.k, centred), len(self)
+        else:
+            self._ball = self._ball.replaced(new)
+        return replace(self._ball, keys=len(self))
+
+    def rows(self, index: Tensor) -> Buffer:
+        """Return a buffer of these sequences, in memory of its own."""
+        other = Buffer(self.room)
+        other.base, other.end, other._at, other._fresh = self.base, self.end, self._at, self._fresh
+        if self._k is not None and self._v is not None:
+            other._k, other._v = self._k[index], self._v[index]
+        if self._ball is not None:
+            other._ball = Ball(self._ball.centre[index], self._ball.radius[index], self._ball.keys)
+        return other
+
+
+def seen_from(mask: Mask, queries: int, base: int, end: int, device: torch.device) -> Mask:
+    """Return a mask of slots, for the last `queries` of them, as one of the keys of the slots from `base` to `end`."""
+    band = mask.band() if isinstance(mask, Band) and mask.formula() is not None else None
+    if not base or (band is not None and base % band[1] == 0):
+        return mask  # counted from there, it says the same of the keys that there are
+    first, last = mask.interval(queries, end, end - queries, device)
+    return listed(first, last, base, end)
+
+
+def listed(first: Tensor, last: Tensor, base: int, end: int) -> ListedBehind:
+    """Return the intervals of slots as those of the keys from `base` to `end`."""
+    first, last = (first - base).clamp(min=0), (last - base).clamp(-1, end - base - 1)
+    return ListedBehind(first.to(torch.int32), last.to(torch.int32), end - base)

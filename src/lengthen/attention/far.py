@@ -1,0 +1,325 @@
+"""What each head can still reach: a cache whose memory on the device does not grow with the sequence.
+
+A bias that falls with distance lets a head forget (reach.py has the inequality). A head keeps the keys of its reach and
+gives up older ones a page at a time. Of each page a ball remains, centre and radius. With s from the ball, D the
+distance of the page's nearest key, T the tail of the bias and ℓ the log-sum-exp of what was read, the page weighs at
+most
+
+    e^(s + T(D) − ℓ)
+
+of what was read. What happens to the page itself is the mode:
+
+    exact       it goes to host memory. Where the pages that are not read could weigh more than half of the tolerance
+                together, the heaviest are fetched, read and merged. The op may leave the other half unread.
+    certified   it is gone. The sum of what the pages could weigh is this row's bound, and the largest of all rows is
+                what the cache reports. Balls of old pages are merged, so that their number grows like log(length).
+
+Where no |scale·q·k| can be above U, as in a model with qk_norm, ℓ ≥ −U and s ≤ U before anything is read. A head with
+slope m that keeps D = (2U − log τ − log(1 − e^−m)) / m keys then has a bound of τ, promised in advance.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from lengthen.attention.biases import Bias, Decay, Linear
+from lengthen.attention.buffer import Buffer, listed, seen_from
+from lengthen.attention.masks import Mask
+from lengthen.attention.merge import Partial, merge
+from lengthen.attention.op import attention
+from lengthen.attention.reach import Ball, default_tolerance
+
+FEW = 4  # pages: heads that keep so many or fewer are read together
+USUAL = 11.0  # what a bias usually falls by until reach ends, beside −log tolerance: which heads go together at first
+
+
+@dataclass
+class Page:
+    """Keys that were given up, of the slots from `base` to `end`: a ball of them, and in exact mode they themselves."""
+
+    base: int
+    end: int
+    ball: Ball
+    kv: tuple[Tensor, Tensor] | None = None
+
+    def rows(self, index: Tensor) -> Page:
+        """Return the page of these sequences."""
+        ball = Ball(self.ball.centre[index], self.ball.radius[index], self.ball.keys)
+        kv = None if self.kv is None else (self.kv[0][index.cpu()], self.kv[1][index.cpu()])
+        return Page(self.base, self.end, ball, kv)
+
+    def joined(self, later: Page) -> Page:
+        """Return this page and the one after it as one: a ball that holds both balls."""
+        a, b = self.ball, later.ball
+        wide = a.radius.dtype
+        centre = ((a.centre.to(wide) * a.keys + b.centre.to(wide) * b.keys) / (a.keys + b.keys)).to(a.centre.dtype)
+        far = [(x.centre.to(wide) - centre.to(wide)).norm(dim=-1) + x.radius for x in (a, b)]
+        slack = 1 + 8 * centre.shape[-1] * torch.finfo(wide).eps  # of rounding, as a Ball has it
+        return Page(self.base, later.end, Ball(centre, torch.maximum(*far) * slack, a.keys + b.keys))
+
+
+class Group:
+    """Heads that keep alike many keys, and are read in one call."""
+
+    def __init__(self, q_heads: Tensor, k_heads: Tensor, keep: int | None, promised: bool) -> None:
+        self.q_heads, self.k_heads, self.keep, self.promised = q_heads, k_heads, keep, promised
+        self.buffer = Buffer()
+        self.pages: list[Page] = []
+        self.need = torch.zeros((), dtype=torch.float64, device=q_heads.device)  # the farthest reach so far
+        self.before, self.due = 0.0, 0  # in exact mode, the farthest reach of the page before; when to look again
+        self._stacked: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def rows(self, index: Tensor) -> Group:
+        """Return the group with these sequences."""
+        other = Group(self.q_heads, self.k_heads, self.keep, self.promised)
+        other.buffer, other.need = self.buffer.rows(index), self.need
+        other.before, other.due = self.before, self.due
+        other.pages = [page.rows(index) for page in self.pages]
+        return other
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        balls = sum(x.numel() * x.element_size() for p in self.pages for x in (p.ball.centre, p.ball.radius))
+        return self.buffer.nbytes + balls
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes in host memory."""
+        return sum(x.numel() * x.element_size() for p in self.pages if p.kv is not None for x in p.kv)
+
+    def weights(self, q: Tensor, scale: float, lse: Tensor, bias: Bias, first: Tensor) -> Tensor:
+        """Return the logarithm of what each page could weigh beside what was read, `[batch, heads, queries, pages]`."""
+        if self._stacked is None:
+            balls = [page.ball for page in self.pages]
+            ends = torch.tensor([page.end for page in self.pages], device=q.device)
+            self._stacked = torch.stack([b.centre for b in balls], 2), torch.stack([b.radius for b in balls], 2), ends
+        centre, radius, ends = self._stacked
+        each = q.shape[1] // centre.shape[1]
+        wide = q.to(radius.dtype)
+        dot = wide @ centre.to(radius.dtype).repeat_interleave(each, dim=1).mT
+        spread = wide.norm(dim=-1, keepdim=True) * radius.repeat_interleave(each, dim=1).unsqueeze(2)
+        place = torch.arange(self.buffer.end - q.shape[2], self.buffer.end, device=q.device)
+        bias = Linear(bias.slopes.double()) if isinstance(bias, Linear) else bias
+        tail = bias.tail(place.unsqueeze(1) - ends + 1, self.buffer.end - 1)  # [heads, queries, pages]
+        weight: Tensor = (scale * dot + abs(scale) * spread).double() + tail - lse.double().unsqueeze(-1)
+        # NaN is no bound. Who does not see a page, or sees nothing, leaves none of it out.
+        weight = weight.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        blind = (first.unsqueeze(-1) >= ends).unsqueeze(1) | (lse == -torch.inf).unsqueeze(-1)
+        return weight.masked_fill(blind, -torch.inf)
+
+    def give_up(self, page: int, forget: int, exact: bool, centred: bool) -> None:
+        """Give up pages that are beyond what the group keeps; forget what nobody looks at again."""
+        buffer = self.buffer
+        if self.keep is not None and not self.promised and buffer.end >= self.due:
+            need = float(self.need)  # read once per page: the CPU waits for it
+            self.keep, self.due = kept_for(max(need, self.before), page), buffer.end + page
+            if exact:  # a far query is past soon; certified, one like it may come again
+                self.before, self.need = need, torch.zeros_like(self.need)
+        while self.keep is not None and len(buffer) >= self.keep + page:
+            self._stacked, end = None, buffer.base + page
+            if end > forget:
+                k, v = buffer.k[:, :, :page], buffer.v[:, :, :page]
+                there = (_to_host(k), _to_host(v)) if exact else None
+                self.pages.append(Page(buffer.base, end, Ball.around(k, centred), there))
+                if not exact:
+                    self._merge()
+            buffer.drop(end)
+        buffer.drop(forget)
+        if self.pages and self.pages[0].end <= forget:
+            self.pages, self._stacked = [one for one in self.pages if one.end > forget], None
+
+    def _merge(self) -> None:
+        """Leave at most two pages of each size, older ones larger: their number grows like log(length)."""
+        sizes = [one.end - one.base for one in self.pages]
+        at = len(sizes) - 3
+        while at >= 0 and sizes[at] <= sizes[at + 2]:
+            self.pages[at : at + 2] = [self.pages[at].joined(self.pages[at + 1])]
+            sizes[at : at + 2] = [sizes[at] + sizes[at + 1]]
+            at -= 2
+
+
+class ReachLayer:
+    """One layer's keys and values, of which each head keeps what it can still reach on the device."""
+
+    def __init__(self, exact: bool, tolerance: float | None, highest: float | None, page: int) -> None:
+        self.exact, self.tolerance, self.highest, self.page = exact, tolerance, highest, page
+        self.groups: list[Group] = []
+        self.length = 0
+        self.unread: Tensor | None = None  # the largest weight of what was not read beside what was, as a logarithm
+
+    @property
+    def bound(self) -> float:
+        """What fraction of its softmax mass no row has left unread more of, the op's own tolerance included."""
+        left = 0.0 if self.unread is None else float(self.unread.exp())
+        return left + (self.tolerance or 0.0) / 2
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(group.nbytes for group in self.groups)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes in host memory."""
+        return sum(group.host_nbytes for group in self.groups)
+
+    def rows(self, index: Tensor) -> ReachLayer:
+        """Return the layer of these sequences, in memory of its own."""
+        other = ReachLayer(self.exact, self.tolerance, self.highest, self.page)
+        other.groups = [group.rows(index) for group in self.groups]
+        other.length, other.unread = self.length, self.unread
+        return other
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, decay: Decay | None, mask: Mask, forget: int = 0
+    ) -> Tensor:
+        """Return the attention of new queries over what is kept and, in exact mode, over what must be fetched."""
+        if bias is None:
+            raise ValueError(
+                "cache: 'reach' keeps what a bias lets each head still see; expected a position method with a bias "
+                "(alibi, t5, kerple, sandwich), got none: use 'full'"
+            )
+        if self.tolerance is None:
+            self.tolerance = default_tolerance(q.dtype)
+        if not self.groups:
+            self.groups = self._grouped(bias, k.shape[1], k.device)
+        self.length += k.shape[2]
+        first, last = mask.interval(q.shape[2], self.length, self.length - q.shape[2], q.device)
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        for group in self.groups:
+            own = q[:, group.q_heads]
+            out[:, group.q_heads] = self._attend(
+                group, own, k[:, group.k_heads], v[:, group.k_heads], *_of_heads(bias, decay, group), mask, first, last
+            )
+            group.give_up(self.page, forget, self.exact, decay is None)
+        return out
+
+    def _attend(
+        self,
+        group: Group,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Bias,
+        decay: Decay | None,
+        mask: Mask,
+        first: Tensor,
+        last: Tensor,
+    ) -> Tensor:
+        assert self.tolerance is not None
+        buffer, scale = group.buffer, 1 / math.sqrt(q.shape[3])
+        buffer.append(k, v)
+        ball = buffer.ball(k, centred=decay is None)
+        near = attention(
+            *(q, buffer.k, buffer.v, bias, decay),
+            mask=seen_from(mask, q.shape[2], buffer.base, buffer.end, q.device),
+            tolerance=self.tolerance / 2,
+            return_lse=True,
+            ball=ball if decay is None else None,  # with a decay the op measures its own
+        )
+        lse, limit = near[1], math.log(self.tolerance / 2) if self.tolerance else -math.inf
+        if group.pages:
+            weight = group.weights(q, scale, lse, bias, first)
+            if self.exact:
+                heaviest = weight.amax(dim=(0, 1, 2))
+                order = heaviest.argsort()
+                left = heaviest[order].logcumsumexp(0)
+                needed = (~(left <= limit)).tolist()  # the lightest stay unread, as many as the tolerance allows
+                chosen = sorted(at for at, fetch in zip(order.tolist(), needed, strict=True) if fetch)
+                near = reduce(merge, self._fetch(group, chosen, q, bias, decay, first, last), near)
+                if chosen:
+                    weight = weight.index_fill(3, torch.tensor(chosen, device=q.device), -torch.inf)
+            most = weight.logsumexp(dim=3).amax()
+            self.unread = most if self.unread is None else torch.maximum(self.unread, most)
+        if group.keep is not None and not group.promised:
+            if self.exact:  # what lies farther back can be fetched: a few keys of a large norm keep no others here
+                ball = Ball.around(buffer.k[:, :, -self.page :], centred=decay is None)
+            far = bias.reach(lse + limit - ball.highest_score(q, scale), self.length - 1)
+            far = far.double().nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(lse == -torch.inf, 0)
+            group.need = torch.maximum(group.need, far.amax())
+        return near[0]
+
+    def _fetch(
+        self,
+        group: Group,
+        chosen: list[int],
+        q: Tensor,
+        bias: Bias,
+        decay: Decay | None,
+        first: Tensor,
+        last: Tensor,
+    ) -> list[Partial]:
+        """Return the attention over pages from host memory, neighbouring ones together."""
+        runs: list[list[Page]] = []
+        for at in chosen:
+            page = group.pages[at]
+            if runs and runs[-1][-1].end == page.base:
+                runs[-1].append(page)
+            else:
+                runs.append([page])
+        parts = []
+        for run in runs:
+            pairs = [page.kv for page in run if page.kv is not None]
+            k, v = (torch.cat([pair[i].to(q.device, non_blocking=True) for pair in pairs], dim=2) for i in (0, 1))
+            base, end = run[0].base, run[-1].end
+            parts.append(
+                attention(
+                    *(q, k, v, bias, decay),
+                    mask=listed(first, last, base, end),
+                    q_start=self.length - q.shape[2] - base,
+                    tolerance=0,
+                    return_lse=True,
+                )
+            )
+        return parts
+
+    def _grouped(self, bias: Bias, key_heads: int, device: torch.device) -> list[Group]:
+        """Return heads in groups that usually reach alike, or that are promised to."""
+        assert self.tolerance is not None
+        promised = self.highest is not None and isinstance(bias, Linear) and self.tolerance > 0
+        limit = math.log(self.tolerance / 2) if self.tolerance else -math.inf
+        limit -= 2 * self.highest if promised and self.highest is not None else USUAL
+        # For a table: up to a distance that it has, or about where its tail would be felt.
+        farthest = 0 if isinstance(bias, Linear) else max(bias.values.shape[1] - 1, 1 << 12)
+        far = bias.reach(torch.full((bias.heads, 1), limit, dtype=torch.float64, device=device), farthest)
+        each = bias.heads // key_heads
+        heads: dict[int | None, list[int]] = {}
+        for head, needed in enumerate(far.view(key_heads, each).nan_to_num(nan=math.inf).amax(1).tolist()):
+            keep = kept_for(needed if isinstance(bias, Linear) or needed <= farthest else math.inf, FEW * self.page)
+            heads.setdefault(keep, []).append(head)
+        groups = []
+        for keep, members in heads.items():
+            k_heads = torch.tensor(members, device=device)
+            q_heads = (k_heads.unsqueeze(1) * each + torch.arange(each, device=device)).flatten()
+            # What is not promised is measured; a head that usually reaches everything may turn out not to.
+            least = keep if promised or self.tolerance == 0 else self.page
+            groups.append(Group(q_heads, k_heads, least, promised))
+        return groups
+
+
+def kept_for(need: float, least: int) -> int | None:
+    """Return how many keys are kept for a reach: the next power of two, with one for rounding; None: all."""
+    return 1 << (max(least, math.ceil(need) + 1) - 1).bit_length() if need < 1 << 40 else None
+
+
+def _of_heads(bias: Bias, decay: Decay | None, group: Group) -> tuple[Bias, Decay | None]:
+    """Return the bias and decay of a group's heads."""
+    index = group.q_heads
+    if decay is not None and decay.rates.dim() == 2:
+        decay = Decay(decay.rates[index], decay.floor)
+    if isinstance(bias, Linear):
+        return Linear(bias.slopes[index]), decay
+    return replace(bias, values=bias.values[index], ahead=None), decay
+
+
+def _to_host(x: Tensor) -> Tensor:
+    """Return a copy in host memory, pinned where a GPU fetches from it."""
+    if not x.is_cuda:
+        return x.clone()
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)

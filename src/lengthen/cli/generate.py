@@ -1,0 +1,270 @@
+r"""Let a model write: text streams to the terminal as its tokens come.
+
+  lengthen generate runs/tiny --prompt "def main("
+  lengthen generate runs/tiny --prompt "import" --tokens 2000 --temperature 0.7 --top-p 0.9 --seed 3
+  lengthen generate runs/tiny --stdin --stop "\n\n" < prompt.txt
+  lengthen generate runs/tiny --interactive                        each line is a prompt; Ctrl-D ends
+  lengthen generate runs/tiny --samples 4 --prompt "class"
+  lengthen generate runs/tiny --tokens 100000 --cache reach --mode certified --stats
+
+Only new text is printed, and a character once it is whole. A text ends at the tokenizer's end token, at --tokens, or
+before a --stop text, which may be given several times and is not printed (\n and \t are a new line and a tab). Without
+a prompt the model begins a document: after the end token, if its tokenizer has one. Prompts must be UTF-8; other bytes
+are refused. Ctrl-C ends with what there is. The same seed gives the same text.
+
+--cache says what is kept of the past (docs/generation.md): full, window (with --window or --block), or reach. --stats
+prints tokens/s, the cache's size and its bound to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from lengthen.cli import flags
+from lengthen.cli.progress import amount
+
+if TYPE_CHECKING:
+    from lengthen.attention import Mask
+    from lengthen.attention.cache import Cache
+    from lengthen.data.tokenizer import Tokenizer
+    from lengthen.evaluation import Subject
+    from lengthen.model import Transformer
+
+OPTIONS = "--positions."  # of whatever name: what a method takes, the method checks
+UNFINISHED = "\ufffd"  # what the first bytes of a character decode to
+CONTEXT = 16  # tokens that are decoded again with the next one: some tokenizers join them by what stands before
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What `lengthen generate` is told."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]  # a run's folder, or one checkpoint's
+    prompt: str = ""  # text to continue; empty: begin a document
+    stdin: bool = False  # read the prompt from standard input, all of it
+    interactive: bool = False  # read prompts from standard input, one per line
+    tokens: int = 256  # new tokens at most
+    temperature: float = 0.8  # 0: always the likeliest token
+    top_k: int | None = None  # draw among so many of the likeliest tokens
+    top_p: float | None = None  # draw among the fewest tokens that have this probability together
+    min_p: float | None = None  # draw among tokens with this fraction of the likeliest one's probability
+    repetition_penalty: float = 1.0  # above 1: tokens that were there are less likely
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Text that ends it, and is not printed; once for each."""
+    seed: int = 0  # of what is drawn
+    samples: int = 1  # texts; more than one are printed when all are done
+    cache: Literal["full", "window", "reach"] = "full"  # what is kept of the past
+    mode: Literal["exact", "certified"] = "exact"  # of reach: far keys in host memory, or given up with a bound
+    tolerance: float | None = None  # fraction of a row's mass that may stay unread; none: what rounding hides
+    window: int | None = None  # tokens see so many, themselves included; none: all before them
+    block: int | None = None  # blockwise causal attention with blocks of so many tokens
+    chunk: int = 512  # tokens of a prompt that are read at once
+    stats: bool = False  # print tokens/s, the cache's size and bound
+    data: Path | None = None  # token shards with the tokenizer; none: those that the model was trained on
+    checkpoint: Literal["last", "best"] = "last"  # which of a run's checkpoints
+    device: str | None = None  # cpu or cuda; none: cuda where there is one
+    positions: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)  # --positions.NAME
+
+
+def parse(words: list[str]) -> Arguments:
+    """Return the words, options of the position method among them."""
+    options, rest = flags.take(words, OPTIONS)
+    return replace(flags.parse(Arguments, rest, "generate", __doc__ or ""), positions=options)
+
+
+def run(arguments: Arguments) -> int:
+    """Generate from each prompt, as it is given."""
+    from lengthen.evaluation import open_run
+    from lengthen.training.parallel import pick_device
+
+    if arguments.stdin + arguments.interactive + bool(arguments.prompt) > 1:
+        raise ValueError("--prompt: expected one of --prompt, --stdin and --interactive, got more")
+    subject = open_run(arguments.run, arguments.checkpoint, pick_device(arguments.device), arguments.positions)
+    tokenizer = tokenizer_of(subject, arguments.data)
+    status = 0
+    for prompt in prompts(arguments):
+        status = write(subject.model, tokenizer, prompt, arguments)
+    return 0 if arguments.interactive else status
+
+
+def prompts(arguments: Arguments) -> Iterator[str]:
+    """Yield what is to be continued."""
+    if not (arguments.stdin or arguments.interactive):
+        yield checked("--prompt", arguments.prompt.encode(errors="surrogateescape"))
+    elif arguments.stdin:
+        yield checked("--stdin", sys.stdin.buffer.read())
+    else:
+        while True:
+            print("> ", end="", file=sys.stderr, flush=True)
+            line = sys.stdin.buffer.readline()
+            if not line:
+                print(file=sys.stderr)
+                return
+            try:
+                text = checked("--interactive", line).rstrip("\r\n")
+            except ValueError as problem:
+                print(problem, file=sys.stderr)
+                continue
+            yield text
+
+
+def checked(name: str, given: bytes) -> str:
+    """Return bytes as text, or refuse those that are none."""
+    try:
+        return given.decode()
+    except UnicodeDecodeError as problem:
+        found = given[problem.start]
+        raise ValueError(f"{name}: expected UTF-8, got the byte 0x{found:02x} at {problem.start}") from None
+
+
+def tokenizer_of(subject: Subject, directory: Path | None) -> Tokenizer:
+    """Return the tokenizer that a model was trained with: bytes need no corpus."""
+    from lengthen.cli.corpus import open_corpus
+    from lengthen.data.tokenizer import Tokenizer
+
+    state = subject.checkpoint.state
+    trained, folder = state.tokenizer, state.folder
+    if trained == "bytes" and directory is None:
+        return Tokenizer()
+    corpus = open_corpus(directory or (None if folder is None else Path(folder)), subject.config.data)
+    if trained is not None and corpus.tokenizer_name != trained:
+        raise ValueError(
+            f"--data: {corpus.directory} was made with another tokenizer ({corpus.tokenizer_name[:12]}) than the "
+            f"corpus that {subject.checkpoint.path} was trained on ({trained[:12]})"
+        )
+    return corpus.tokenizer
+
+
+def write(model: Transformer, tokenizer: Tokenizer, prompt: str, arguments: Arguments) -> int:
+    """Continue one prompt; return 130 if it was stopped by Ctrl-C."""
+    ids = tokenizer.encode(prompt)
+    if not ids and tokenizer.end_id is None:
+        raise ValueError("--prompt: expected some text, since the tokenizer has no end token to begin with, got none")
+    stops = [unescaped(text) for text in arguments.stop]
+    texts = [Text(tokenizer, stops) for _ in range(arguments.samples)]
+    alone = arguments.samples == 1
+
+    def until(one: int, tokens: list[int]) -> bool:
+        texts[one].add(tokens[-1])
+        return texts[one].ended
+
+    names = (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "seed",
+        "samples",
+        "chunk",
+        "cache",
+        "mode",
+    )
+    steps = model.stream(
+        [ids or [tokenizer.end_id or 0]],
+        arguments.tokens,
+        stop=[] if tokenizer.end_id is None else [tokenizer.end_id],
+        until=until,
+        mask=mask_of(arguments),
+        tolerance=arguments.tolerance,
+        **{name: getattr(arguments, name) for name in names},
+    )
+    began, count, cache, status = time.monotonic(), 0, None, 0
+    try:
+        for step in steps:
+            count, cache = count + len(step.tokens), step.cache
+            if alone:
+                print(texts[0].take(), end="", flush=True)
+    except KeyboardInterrupt:
+        status = 130
+    seconds = time.monotonic() - began
+    for number, text in enumerate(texts, 1):
+        text.finish()
+        if not alone:
+            print(f"--- {number} of {len(texts)} ---")
+        print(text.take(), flush=True)
+    if status:
+        print(f"stopped after {count:,} tokens", file=sys.stderr)
+    if arguments.stats:
+        print(statistics(count, seconds, cache), file=sys.stderr)
+    return status
+
+
+def mask_of(arguments: Arguments) -> Mask | None:
+    """Return what tokens see."""
+    from lengthen.attention import Blockwise, Window
+
+    if arguments.window is not None and arguments.block is not None:
+        raise ValueError("--window: expected one of --window and --block, got both")
+    if arguments.block is not None:
+        return Blockwise(arguments.block)
+    return None if arguments.window is None else Window(arguments.window)
+
+
+def statistics(count: int, seconds: float, cache: Cache | None) -> str:
+    """Return a line on speed and memory."""
+    line = f"{count:,} tokens in {seconds:.1f} s: {count / max(seconds, 1e-9):,.1f} tokens/s"
+    if cache is None:
+        return line
+    host = f", {amount(cache.host_nbytes)} in host memory" if cache.host_nbytes else ""
+    return f"{line}; cache {amount(cache.nbytes)}{host} for {cache.length:,} tokens, bound {cache.bound:.1e}"
+
+
+def unescaped(text: str) -> str:
+    r"""Return a stop text with \n, \t and \\ as what they stand for."""
+    if not text:
+        raise ValueError("--stop: expected some text, got none")
+    parts = text.split("\\\\")
+    return "\\".join(part.replace("\\n", "\n").replace("\\t", "\t") for part in parts)
+
+
+class Text:
+    """Tokens into text as they come: no half characters, and nothing that may be the beginning of a stop text."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: list[str]) -> None:
+        self.tokenizer, self.stops, self.ended = tokenizer, stops, False
+        self.ids: list[int] = []  # those that are still decoded with the next
+        self.decoded = 0  # characters of their text that were passed on
+        self.held = ""  # text that may belong to a stop text
+        self.ready = ""  # text to print
+
+    def add(self, token: int) -> None:
+        """Take the next token."""
+        if self.ended or token >= self.tokenizer.vocab_size:  # a model may have more than its tokenizer
+            return
+        self.ids.append(token)
+        text = self.tokenizer.decode(self.ids)
+        whole = text.removesuffix(UNFINISHED)  # the next token may complete it
+        self._pass_on(whole[self.decoded :])
+        self.decoded = max(self.decoded, len(whole))
+        if len(self.ids) > 2 * CONTEXT and whole == text:
+            self.ids = self.ids[-CONTEXT:]
+            self.decoded = len(self.tokenizer.decode(self.ids))
+
+    def _pass_on(self, text: str) -> None:
+        self.held += text
+        found = [at for at in (self.held.find(stop) for stop in self.stops) if at >= 0]
+        if found:
+            self.ready, self.held, self.ended = self.ready + self.held[: min(found)], "", True
+            return
+        sizes = (size for stop in self.stops for size in range(1, len(stop)) if self.held.endswith(stop[:size]))
+        cut = len(self.held) - max(sizes, default=0)
+        self.ready, self.held = self.ready + self.held[:cut], self.held[cut:]
+
+    def finish(self) -> None:
+        """Pass on what was held back: nothing will complete it."""
+        if not self.ended:
+            self._pass_on(self.tokenizer.decode(self.ids)[self.decoded :])
+            self.ready, self.held, self.ended = self.ready + self.held, "", True
+
+    def take(self) -> str:
+        """Return the text that can be printed and was not yet."""
+        text, self.ready = self.ready, ""
+        return text

@@ -1,0 +1,177 @@
+"""`lengthen generate`: text as it comes, whole characters, stop texts, seeds, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lengthen.cli.generate import Text, unescaped
+from lengthen.cli.main import main
+from lengthen.data.tokenizer import Tokenizer, train
+
+Capture = pytest.CaptureFixture[str]
+SMALL = ["--model.layers=1", "--model.width=16", "--model.heads=2", "--model.train_length=16", "--train.batch=4"]
+SMALL += ["--train.steps=2", "--evaluation.every=0", "--checkpoint.every=0", "--schedule.warmup=1", "--device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def model(data: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("model") / "run"
+    assert main(["train", "tiny", "--data", data, "--out", str(out), *SMALL]) == 0
+    return str(out)
+
+
+def generate(capsys: Capture, *words: object) -> tuple[str, str]:
+    capsys.readouterr()
+    status = main(["generate", *map(str, words), "--device", "cpu"])
+    said = capsys.readouterr()
+    assert status == 0, said.err
+    return said.out, said.err
+
+
+def test_the_same_seed_writes_the_same(model: str, capsys: Capture) -> None:
+    first, told = generate(capsys, model, "--prompt", "the sea", "--tokens", 40, "--seed", 1)
+    assert first.endswith("\n")
+    assert told == ""
+    assert generate(capsys, model, "--prompt", "the sea", "--tokens", 40, "--seed", 1, "--chunk", 2)[0] == first
+    assert generate(capsys, model, "--prompt", "the sea", "--tokens", 40, "--seed", 2)[0] != first
+    assert generate(capsys, model, "--tokens", 0)[0] == "\n"
+    assert len(generate(capsys, model, "--tokens", 30)[0]) > 10  # no prompt: a document begins
+
+
+def test_every_cache_writes_the_same_and_says_what_it_took(model: str, capsys: Capture) -> None:
+    words = [model, "--prompt", "the sea", "--tokens", 50, "--seed", 1]
+    plain, _ = generate(capsys, *words)
+    for more in (["--cache", "reach"], ["--cache", "reach", "--mode", "certified"], ["--window", 1000]):
+        assert generate(capsys, *words, *more)[0] == plain
+    _, told = generate(capsys, *words, "--stats", "--cache", "window", "--window", 8)
+    assert "50 tokens in " in told
+    assert " tokens/s; cache " in told
+    assert "bound " in told
+
+
+def test_a_stop_text_ends_it_and_is_not_printed(model: str, capsys: Capture) -> None:
+    words = [model, "--prompt", "the", "--tokens", 60, "--seed", 3]
+    plain, _ = generate(capsys, *words)
+    stop = plain[20:23]
+    assert generate(capsys, *words, "--stop", stop, "--stop", "never")[0] == plain[: plain.index(stop)] + "\n"
+
+
+def test_samples_are_printed_apart(model: str, capsys: Capture) -> None:
+    found, _ = generate(capsys, model, "--prompt", "the", "--tokens", 20, "--samples", 2, "--seed", 3)
+    assert found.startswith("--- 1 of 2 ---\n")
+    one, _ = generate(capsys, model, "--prompt", "the", "--tokens", 20, "--seed", 3)
+    assert found.split("--- 2 of 2 ---\n")[0] == "--- 1 of 2 ---\n" + one
+
+
+def given(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+
+
+def test_prompts_come_from_standard_input(model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [model, "--tokens", 20, "--seed", 3]
+    plain, _ = generate(capsys, *words, "--prompt", "naïve\n")
+    given(monkeypatch, "naïve\n".encode())
+    assert generate(capsys, *words, "--stdin")[0] == plain
+    line, _ = generate(capsys, *words, "--prompt", "naïve")
+    given(monkeypatch, "naïve\n".encode() + b"\xff\n" + "naïve".encode())
+    found, told = generate(capsys, *words, "--interactive")
+    assert found == line + line
+    assert "--interactive: expected UTF-8, got the byte 0xff at 0" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "message"),
+    [
+        (["--stdin"], b"ab\xff", "--stdin: expected UTF-8, got the byte 0xff at 2"),
+        (["--prompt", "a", "--stdin"], b"", "expected one of --prompt, --stdin and --interactive"),
+        (["--temperature", "-1"], b"", "--temperature: expected at least 0"),
+        (["--tokens", "-1"], b"", "expected at least 0, got -1"),
+        (["--cache", "window"], b"", "--cache: 'window' keeps what a mask can still see"),
+        (["--window", "5", "--block", "5"], b"", "--window: expected one of --window and --block, got both"),
+        (["--stop", ""], b"", "--stop: expected some text, got none"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    words: list[str], text: bytes, message: str, model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given(monkeypatch, text)
+    assert main(["generate", model, "--device", "cpu", *words]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_with_what_there_is(model: str) -> None:
+    words = [sys.executable, "-m", "lengthen", "generate", model, "--prompt", "the", "--tokens", "1000000"]
+    words += ["--temperature", "3", "--device", "cpu"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(1)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        written, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert written.endswith(b"\n")
+    lines = told.decode().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("stopped after ")
+
+
+class TestText:
+    def stream(self, ids: list[int], *stops: str, tokenizer: Tokenizer | None = None) -> list[str]:
+        text = Text(tokenizer or Tokenizer(), list(stops))
+        parts = []
+        for token in ids:
+            text.add(token)
+            parts.append(text.take())
+        text.finish()
+        return [*parts, text.take()]
+
+    def test_characters_are_whole(self) -> None:
+        said = "naïve — 漢字 🦉!"
+        parts = self.stream(list(said.encode()))
+        assert "".join(parts) == said
+        assert all("\ufffd" not in part for part in parts)
+        assert parts[3] == "ï"
+
+    def test_bytes_that_are_no_text_are_replaced(self) -> None:
+        ids = [*b"a", 0xFF, 0xC3, *b"b", 0xE2, 0x82]
+        assert "".join(self.stream(ids)) == bytes(ids).decode("utf-8", "replace")
+        long = [0x80, *b"x"] * 200
+        assert "".join(self.stream(long)) == bytes(long).decode("utf-8", "replace")
+
+    def test_long_texts_are_what_they_are_at_once(self) -> None:
+        said = "the whale — 漢字, " * 100
+        assert "".join(self.stream(list(said.encode()))) == said
+
+    def test_stops_across_tokens_are_honoured(self) -> None:
+        assert "".join(self.stream(list(b"one END two"), "END")) == "one "
+        assert "".join(self.stream(list(b"one EN two E"), "END")) == "one EN two E"
+        assert "".join(self.stream(list(b"aab"), "ab")) == "a"
+        assert self.stream(list(b"xEND"), "END", "N") == ["x", "", "E", "", ""]
+        assert "".join(self.stream(list("wal—x".encode()), "—")) == "wal"
+
+    def test_a_bpe_too(self, tmp_path: Path) -> None:
+        said = "the ship, the whale, naïve 漢字; " * 20
+        train([said], 280, tmp_path / "tokenizer.json")
+        tokenizer = Tokenizer(tmp_path / "tokenizer.json", "bpe")
+        parts = self.stream(tokenizer.encode(said), tokenizer=tokenizer)
+        assert "".join(parts) == said
+        assert all("\ufffd" not in part for part in parts)
+        assert "".join(self.stream(tokenizer.encode(said), "whale, na", tokenizer=tokenizer)) == "the ship, the "
+
+    def test_tokens_that_the_tokenizer_has_not_are_left_out(self) -> None:
+        assert "".join(self.stream([97, 300, 98])) == "ab"
+
+
+def test_stops_may_be_escaped() -> None:
+    assert unescaped(r"a\n\tb") == "a\n\tb"
+    assert unescaped(r"a\\n") == r"a\n"
