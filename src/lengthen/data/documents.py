@@ -172,7 +172,7 @@ class Documents:
         wanted, done = min(limit, self.bytes["train"]), 0
         below = wanted / self.bytes["train"] * 2.0**64
         words, taken = vocabulary.Vocabulary(), []
-        file = tempfile.TemporaryFile(dir=folder)
+        file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (handed on, and closed when it was read)
         for split, piece, _ in self:
             number = int.from_bytes(hashlib.blake2b(piece, digest_size=8, person=b"bpe sample").digest(), "little")
             if split != "train" or number >= below:
