@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ def test_no_corpus(tmp_path: Path) -> None:
         Corpus.open(tmp_path)
 
 
-def change(index: dict[str, Any], *keys: str, to: Any) -> None:
+def change(index: Any, *keys: Any, to: Any) -> None:
     for key in keys[:-1]:
         index = index[key]
     index[keys[-1]] = to
@@ -157,6 +157,39 @@ def test_an_altered_index(copy: Path, keys: tuple[str, ...], to: Any, said: str)
     (copy / "index.json").write_text(json.dumps(index))
     with pytest.raises((TypeError, ValueError), match=rf"index.json: .*{said}"):
         Corpus.open(copy)
+
+
+@pytest.mark.parametrize("content", ["[]", '"text"', "3", "null", "[" * 100_000, "", "\0", '{"format": []}'])
+def test_what_is_no_index(copy: Path, content: str) -> None:
+    (copy / "index.json").write_text(content)
+    with pytest.raises((TypeError, ValueError), match=r"index.json: .*expected"):
+        Corpus.open(copy)
+
+
+def places(table: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    for key in table if isinstance(table, dict) else range(min(len(table), 1)) if isinstance(table, list) else ():
+        yield (*path, key)
+        yield from places(table[key], (*path, key))
+
+
+def test_any_wrong_value_in_the_index_is_an_error_that_names_it(copy: Path) -> None:
+    """Every key, with values of every wrong shape; settings may be anything, as they are only compared."""
+    text = (copy / "index.json").read_text()
+    for path in places(json.loads(text)):
+        if path[0] == "settings" and len(path) > 1:
+            continue
+        for value in ([], {}, "x", "", -1, 0, 10**30, None, True, 1.5, [[]], {"a": {}}, "../x", "a\0b", "index.json"):
+            index = json.loads(text)
+            change(index, *path, to=value)
+            (copy / "index.json").write_text(json.dumps(index))
+            try:
+                corpus = Corpus.open(copy)
+                [corpus[split].documents for split in corpus.splits]
+                _ = corpus.tokenizer, corpus.fingerprint, corpus.skipped
+                problem = None
+            except (TypeError, ValueError, OSError) as raised:
+                problem = str(raised)
+            assert problem is None or str(copy) in problem, (path, value, problem)
 
 
 def test_a_truncated_index(copy: Path) -> None:

@@ -24,6 +24,7 @@ def test_the_words_that_differ_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
     text = " ".join(words) + "\n" + ", ".join(words[::-1])
     counted = Vocabulary()
     counted.add(text, 0)
+    assert counted.finish() == 0
     wanted = sum(len(word) + 1 for word in set(words))
     assert counted._size * EVERY == pytest.approx(wanted, rel=0.1)
     monkeypatch.setattr(vocabulary, "EVERY", 1)
@@ -38,8 +39,8 @@ def test_a_text_is_halved_until_its_words_fit(monkeypatch: pytest.MonkeyPatch) -
     counted = Vocabulary()
     for piece, level in pieces:
         counted.add(piece, level)
-    kept = [piece for piece, level in pieces if level >= counted.halvings]
-    assert counted.halvings == 5
+    kept = [piece for piece, level in pieces if level >= counted.finish()]
+    assert counted.finish() == 5
     assert 1000 < sum(len(word) + 1 for word in {word for piece in kept for word in piece.split()}) < 5000
 
 

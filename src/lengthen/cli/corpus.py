@@ -12,6 +12,7 @@ from lengthen.evaluation import Subject
 from lengthen.io import read_toml
 
 VOCABULARY = 4096  # of the default corpus with a BPE
+LARGE = 1 << 30  # bytes that take seconds to read
 
 
 def default_folder(data: DataConfig) -> Path:
@@ -20,10 +21,21 @@ def default_folder(data: DataConfig) -> Path:
     return Path("data") / f"python-{sys.version_info.major}.{sys.version_info.minor}-{name}"
 
 
+def checked(directory: Path) -> Corpus:
+    """Open a corpus; if a large one has to be read for it, show how far that is."""
+    with show_progress(sys.stderr) as progress:
+
+        def watch(stage: str, done: int, total: int) -> None:
+            if total >= LARGE:
+                progress(stage, done, total)
+
+        return Corpus.open(directory, progress=watch)
+
+
 def open_corpus(directory: Path | None, data: DataConfig) -> Corpus:
     """Return the corpus in a folder; without one, that of Python's standard library, with the config's tokenizer."""
     if directory is not None:
-        return Corpus.open(directory)
+        return checked(directory)
     if data.tokenizer == "json":
         raise ValueError("data.tokenizer: expected 'bytes' or 'bpe' for the default corpus, got 'json'; give --data")
     folder = default_folder(data)
@@ -32,13 +44,13 @@ def open_corpus(directory: Path | None, data: DataConfig) -> Corpus:
         size = None if data.tokenizer == "bytes" else data.vocab_size or VOCABULARY
         with show_progress() as progress:
             prepare(None, folder, tokenizer=data.tokenizer, vocab_size=size, progress=progress)
-    return Corpus.open(folder)
+    return checked(folder)
 
 
 def corpus_of(subject: Subject, directory: Path | None) -> Corpus:
     """Return the corpus to read with a run's model: the one that was named, or the one that it was trained on."""
     if directory is not None:
-        return Corpus.open(directory)
+        return checked(directory)
     path, state = subject.checkpoint.path, subject.checkpoint.state
     trained = state.folder
     if trained is not None and not Path(trained).is_dir():

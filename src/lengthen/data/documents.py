@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -171,20 +173,23 @@ class Documents:
         """
         wanted, done = min(limit, self.bytes["train"]), 0
         below = wanted / self.bytes["train"] * 2.0**64
-        words, taken = vocabulary.Vocabulary(), []
-        file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (handed on, and closed when it was read)
-        for split, piece, _ in self:
-            number = int.from_bytes(hashlib.blake2b(piece, digest_size=8, person=b"bpe sample").digest(), "little")
-            if split != "train" or number >= below:
-                continue
-            level = next(k for k in range(65) if number >= below / 2.0 ** (k + 1) or k == 64)
-            if wanted > vocabulary.BYTES:
-                words.add(piece.decode(), level)
-            file.write(piece)
-            taken.append((len(piece), level))
-            done += len(piece)
-            self._progress("training the tokenizer", done, wanted)
-        return _texts(file, [(size, level >= words.halvings) for size, level in taken])
+        words, sizes, levels = vocabulary.Vocabulary(), array("I"), bytearray()
+        with ExitStack() as stack:
+            file = stack.enter_context(tempfile.TemporaryFile(dir=folder))
+            for split, piece, _ in self:
+                number = int.from_bytes(hashlib.blake2b(piece, digest_size=8, person=b"bpe sample").digest(), "little")
+                if split != "train" or number >= below:
+                    continue
+                level = next(k for k in range(65) if number >= below / 2.0 ** (k + 1) or k == 64)
+                if wanted > vocabulary.BYTES:
+                    words.add(piece.decode(), level)
+                file.write(piece)
+                sizes.append(len(piece))
+                levels.append(level)
+                done += len(piece)
+                self._progress("training the tokenizer", done, wanted)
+            stack.pop_all()  # closed when it was read
+        return _texts(file, zip(sizes, levels, strict=True), words.finish())
 
     def parts(self, *, cut: bool) -> Iterator[tuple[str, Part]]:
         """Yield for each split its pieces in order, about PART_BYTES at a time; without `cut` they are long ones."""
@@ -207,12 +212,13 @@ class Documents:
         yield from ((split, part) for split, part in held.items() if part)
 
 
-def _texts(file: IO[bytes], taken: list[tuple[int, bool]]) -> Iterator[str]:
+def _texts(file: IO[bytes], taken: Iterable[tuple[int, int]], least: int) -> Iterator[str]:
+    """Yield the pieces in a file, of which the sizes and the levels are given, from this level on."""
     with file:
         file.seek(0)
-        for size, wanted in taken:
+        for size, level in taken:
             piece = file.read(size)
-            if wanted:
+            if level >= least:
                 yield from (part.decode() for part in cuts.small(piece))
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from lengthen.data.cuts import WHITE, code_points, kinds_of
 
 BYTES = 4 << 20  # of words that differ: half a GB
+TOGETHER = 100  # short pieces
 EVERY = 8  # words of which one is counted
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2⁶⁴
 
@@ -26,12 +27,26 @@ class Vocabulary:
         self.halvings = 0
         self._words: dict[int, tuple[int, int]] = {}  # the hash of a word: its highest level, its bytes
         self._size = 0
+        self._held: dict[int, list[str]] = {}  # of each level, pieces that are counted together
 
     def add(self, piece: str, level: int) -> None:
-        """Count the words of a piece; halve the text if they get too many."""
+        """Count the words of a piece, with others of its level."""
         if level < self.halvings:
             return
-        for word, size in zip(*_words(piece), strict=True):
+        held = self._held.setdefault(level, [])
+        held.append(piece)
+        if len(held) == TOGETHER or len(piece) > 10_000:
+            self._count(level)
+
+    def finish(self) -> int:
+        """Count what is left; return how often the text is to be halved."""
+        for level in list(self._held):
+            self._count(level)
+        return self.halvings
+
+    def _count(self, level: int) -> None:
+        """Count the words of what is held; halve the text while they are too many."""
+        for word, size in zip(*_words("\n".join(self._held.pop(level))), strict=True):
             before = self._words.get(word)
             self._size += size if before is None else 0
             self._words[word] = (level if before is None else max(level, before[0]), size)
