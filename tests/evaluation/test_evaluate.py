@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,36 @@ def test_without_a_name_the_corpus_is_the_one_it_was_trained_on(
             seal(path.parent)
         assert main(words) == 1
         assert re.search(message, capsys.readouterr().err)
+
+
+def test_verify_reads_what_is_remembered_as_right(
+    corpus: Corpus, trained: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shard with one byte changed, its size and times as they were: only reading it can tell."""
+    shutil.copytree(corpus.directory, folder / "copy")
+    (shard,) = (folder / "copy").glob("validation.0*.bin")
+    old = time.time() - 3600
+    for path in (folder / "copy").iterdir():
+        os.utime(path, (old, old))
+    words = [
+        "eval",
+        str(trained),
+        "--data",
+        str(folder / "copy"),
+        "--lengths",
+        "8",
+        "--tokens",
+        "64",
+        "--device",
+        "cpu",
+    ]
+    assert main([*words, "--verify"]) == 0
+    data = bytearray(shard.read_bytes())
+    data[0] ^= 1
+    shard.write_bytes(data)
+    os.utime(shard, (old, old))
+    assert main([*words, "--verify"]) == 1
+    assert re.search(rf"{shard.name}.*sha256", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("state", ["{}", '{"step": "x"}', '{"step": 4, "data": 3}'])

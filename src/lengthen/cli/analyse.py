@@ -65,6 +65,7 @@ class Arguments:
     trials: int = 256  # recall: questions
     seed: int = 0  # induction, recall: other sequences, other questions
     device: str | None = None  # cpu, cuda or cuda:1; none: cuda where there is one
+    verify: bool = False  # compare every file of the corpus with its checksum, not only those that changed
 
 
 def run(arguments: Arguments) -> int:
@@ -82,7 +83,7 @@ def run(arguments: Arguments) -> int:
             raise ValueError(f"--{name}: expected a whole number of at least {least}, got {value}")
     subject = open_run(arguments.run_folder, device=pick_device(arguments.device))
     refuse_encoder(subject.model)
-    corpus = _corpus(arguments.data, asked, subject)
+    corpus = _corpus(arguments.data, asked, subject, arguments.verify)
     text = None if corpus is None else corpus[arguments.split]
     names = _fitting(asked, subject, given, said=arguments.what is not None)
     lengths = {name: fitting_lengths(subject, LENGTHS[name], text, given) for name in names}
@@ -103,14 +104,14 @@ def wanted(given: list[Name] | None) -> list[str]:
     return [name for name in NAMES if name in (USUAL if given is None else given)]
 
 
-def _corpus(directory: Path | None, asked: list[str], subject: Subject) -> Corpus | None:
+def _corpus(directory: Path | None, asked: list[str], subject: Subject, verify: bool) -> Corpus | None:
     """Return the corpus, if an analysis reads one: the one that was named, or the one that the run was trained on."""
     from lengthen.cli.corpus import corpus_of
     from lengthen.evaluation.runs import refuse_other_tokens
 
     if asked == ["recall"]:
         return None
-    corpus = corpus_of(subject, directory)
+    corpus = corpus_of(subject, directory, verify)
     refuse_other_tokens(subject, corpus)
     return corpus
 

@@ -21,21 +21,21 @@ def default_folder(data: DataConfig) -> Path:
     return Path("data") / f"python-{sys.version_info.major}.{sys.version_info.minor}-{name}"
 
 
-def checked(directory: Path) -> Corpus:
-    """Open a corpus; if a large one has to be read for it, show how far that is."""
+def checked(directory: Path, verify: bool = False) -> Corpus:
+    """Open a corpus; if a large one has to be read for it, show how far that is. `verify` reads all of it."""
     with show_progress(sys.stderr) as progress:
 
         def watch(stage: str, done: int, total: int) -> None:
             if total >= LARGE:
                 progress(stage, done, total)
 
-        return Corpus.open(directory, progress=watch)
+        return Corpus.open(directory, verify, progress=watch)
 
 
-def open_corpus(directory: Path | None, data: DataConfig) -> Corpus:
+def open_corpus(directory: Path | None, data: DataConfig, verify: bool = False) -> Corpus:
     """Return the corpus in a folder; without one, that of Python's standard library, with the config's tokenizer."""
     if directory is not None:
-        return checked(directory)
+        return checked(directory, verify)
     if data.tokenizer == "json":
         raise ValueError("data.tokenizer: expected 'bytes' or 'bpe' for the default corpus, got 'json'; give --data")
     folder = default_folder(data)
@@ -44,18 +44,19 @@ def open_corpus(directory: Path | None, data: DataConfig) -> Corpus:
         size = None if data.tokenizer == "bytes" else data.vocab_size or VOCABULARY
         with show_progress() as progress:
             prepare(None, folder, tokenizer=data.tokenizer, vocab_size=size, progress=progress)
-    return checked(folder)
+    return checked(folder, verify)
 
 
-def corpus_of(subject: Subject, directory: Path | None) -> Corpus:
+def corpus_of(subject: Subject, directory: Path | None, verify: bool = False) -> Corpus:
     """Return the corpus to read with a run's model: the one that was named, or the one that it was trained on."""
     if directory is not None:
-        return checked(directory)
+        return checked(directory, verify)
     path, state = subject.checkpoint.path, subject.checkpoint.state
     trained = state.folder
     if trained is not None and not Path(trained).is_dir():
         raise FileNotFoundError(f"--data: {path} was trained on {trained}, which is not there any more; name a corpus")
-    corpus = open_corpus(None if trained is None else Path(trained), read_toml(path / "config.toml", Config).data)
+    data = read_toml(path / "config.toml", Config).data
+    corpus = open_corpus(None if trained is None else Path(trained), data, verify)
     if corpus.fingerprint != state.data:
         raise ValueError(
             f"--data: {path} was trained on a corpus with the fingerprint {state.data}, and {corpus.directory} has "

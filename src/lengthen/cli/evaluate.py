@@ -54,6 +54,7 @@ class Arguments:
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 is autocast; auto: that on a GPU
     device: str | None = None  # cpu or cuda; none: cuda where there is one
     again: bool = False  # measure again what is there already
+    verify: bool = False  # compare every file of the corpus with its checksum, not only those that changed
     positions: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)  # --positions.NAME
 
 
@@ -71,7 +72,7 @@ def run(arguments: Arguments) -> int:
 
     device = pick_device(arguments.device)
     subject = open_run(arguments.run, arguments.checkpoint, device, arguments.positions)
-    corpus = corpus_of(subject, arguments.data)
+    corpus = corpus_of(subject, arguments.data, arguments.verify)
     base, longest = subject.model.config.train_length, subject.model.config.longest
     given = arguments.lengths
     lengths = _usual(base, corpus, arguments) if given is None else whole_numbers("--lengths", given)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lengthen.training import Watcher, World
 
 OPTIONS = "--model.position_options."  # of whatever name: what a method takes, the method checks
-SWITCHES = ("--help", "--plain", "--tensorboard", "--force")  # the flags without a value
+SWITCHES = ("--help", "--plain", "--tensorboard", "--verify", "--force")  # the flags without a value
 
 
 class DraftModel(configs.ModelConfig):
@@ -60,6 +60,7 @@ class Arguments:
     device: str | None = None  # cpu, cuda or cuda:1; none: cuda where there is one
     tensorboard: bool = False  # the same as --log.tensorboard true
     plain: bool = False  # plain lines, even on a terminal
+    verify: bool = False  # compare every file of the corpus with its checksum, not only those that changed
     force: bool = False  # try what seems to need more memory than there is
 
     def resolved(self) -> configs.Config:
@@ -116,7 +117,7 @@ def run(arguments: Arguments) -> int:
     config = arguments.resolved()
     out = arguments.out or Path("runs") / Path(arguments.config).stem
     with world(arguments.device) as here:
-        corpus = _corpus(arguments.data, config.data, here)
+        corpus = _corpus(arguments.data, config.data, here, arguments.verify)
         watchers = [_watcher(arguments.plain)] if here.first else []
         more: dict[str, Any] = {"init": arguments.init, "force": arguments.force}
         outcome = train(config, corpus, out, here, arguments.resume, watchers, **more)
@@ -127,11 +128,11 @@ def run(arguments: Arguments) -> int:
     return 0
 
 
-def _corpus(directory: Path | None, data: configs.DataConfig, here: World) -> Corpus:
+def _corpus(directory: Path | None, data: configs.DataConfig, here: World, verify: bool) -> Corpus:
     """Return the corpus; the default one is prepared by the first process, and the others wait for it."""
     from lengthen.cli.corpus import open_corpus
 
-    first = here.all_or_none(lambda: open_corpus(directory, data) if here.first else None)
+    first = here.all_or_none(lambda: open_corpus(directory, data, verify) if here.first else None)
     return here.all_or_none(lambda: first or open_corpus(directory, data))
 
 
