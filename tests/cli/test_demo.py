@@ -13,8 +13,8 @@ from lengthen.data import Corpus, prepare
 from lengthen.evaluation import Result, results
 from lengthen.training import load
 
-# A smaller model at a shorter length than the demo's: the shape shows after some ten seconds a method. (With 8 heads of 8
-# features, rotary and xPos degrade alike at 16 times this length, where xPos's decay has hardly begun.)
+# A smaller model at a shorter length than the demo's: the shape shows after some ten seconds a method. (With 8 heads of
+# 8 features, rotary and xPos degrade alike at 16 times this length, where xPos's decay has hardly begun.)
 SHORT: dict[str, Any] = {
     "model.layers": 2,
     "model.width": 64,
