@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +80,72 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     said = capsys.readouterr().err
     assert said.startswith(f"lengthen prepare: error: {tmp_path / 'data.txt'}: expected UTF-8 text, got")
     assert said.count("\n") == 1
+
+
+def test_one_text_file_just_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "one.txt").write_text("A line of the only text.\n" * 100)
+    assert main(["prepare", str(tmp_path / "one.txt"), "-o", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^validation is the end of the text: 125 B of 2.5 kB \(5 %\)", said, flags=re.MULTILINE)
+    assert Corpus.open(tmp_path / "out")["validation"].bytes.tolist() == [125]
+
+
+def test_bad_files_are_named_and_skipped_when_asked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(12):
+        (tmp_path / "in" / f"bad{number:02d}.txt").write_bytes(b"caf\xe9s")
+        (tmp_path / "in" / f"good{number:02d}.txt").write_text(f"text {number}")
+    words = ["prepare", str(tmp_path / "in"), "-o", str(tmp_path / "out")]
+    assert main(words) == 1
+    said = capsys.readouterr().err
+    assert (
+        "bad00.txt: expected UTF-8 text, got invalid continuation byte at byte 3; --skip-bad leaves such files out"
+        in said
+    )
+    for _ in range(2):  # made, and found there
+        assert main([*words, "--skip-bad"]) == 0
+        said = capsys.readouterr().out
+        assert re.search(r"^  skipped +in/bad00.txt: expected UTF-8 text, got", said, flags=re.MULTILINE)
+        assert re.search(r"^  skipped +2 more: see sources\.[0-9a-f]+\.jsonl$", said, flags=re.MULTILINE)
+    assert main([*words, "--encoding", "latin-1", "--force"]) == 0
+    assert "skipped" not in capsys.readouterr().out
+    assert sum(len(Corpus.open(tmp_path / "out")[split].bytes) for split in ("train", "validation")) == 24
+
+
+def test_links_out_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "elsewhere.txt").write_text("the text that a link leads to, and its end")
+    (tmp_path / "in" / "link.txt").symlink_to(tmp_path / "elsewhere.txt")
+    words = ["prepare", str(tmp_path / "in"), "-o", str(tmp_path / "out")]
+    assert main(words) == 1
+    assert "got a link out of it; --follow-links reads it" in capsys.readouterr().err
+    assert main([*words, "--follow-links"]) == 0
+
+
+@pytest.mark.parametrize("after", ["checking", "reading", "training the tokenizer"])
+def test_ctrl_c_is_one_line_and_the_next_run_goes_on(tmp_path: Path, after: str) -> None:
+    """In the stage that follows this one."""
+    text = "".join(f"Line {number} of a text that takes a while {number % 977}.\n" for number in range(50_000))
+    (tmp_path / "text.txt").write_text(text)
+    words = [sys.executable, "-u", "-m", "lengthen", "prepare", str(tmp_path / "text.txt"), "-o", str(tmp_path / "out")]
+    words += ["--tokenizer", "bpe", "--vocab-size", "600", "--workers", "1"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for line in process.stdout:  # a stage is told when the next one begins
+            if line.startswith(after):
+                process.send_signal(signal.SIGINT)
+                break
+        assert process.stderr.read() == "\nlengthen: stopped\n"
+        process.stdout.read()
+    assert process.returncode == 130
+    kept = list((tmp_path / "out").rglob("tokenizer.json"))
+    assert len(kept) == (after == "training the tokenizer")
+    stamps = [path.stat().st_mtime_ns for path in kept]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert ("training the tokenizer" in done.stdout) == (not stamps)
+    assert not (tmp_path / "out" / ".prepare").exists()
+    assert os.listdir(tmp_path / "out")
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:

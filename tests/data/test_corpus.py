@@ -172,8 +172,9 @@ def places(table: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(table[key], (*path, key))
 
 
-def test_any_wrong_value_in_the_index_is_an_error_that_names_it(copy: Path) -> None:
+def test_any_wrong_value_in_the_index_is_an_error_that_names_it(make: Callable[..., Corpus], folder: Path) -> None:
     """Every key, with values of every wrong shape; settings may be anything, as they are only compared."""
+    copy = make([folder / "01.txt", folder / "02.txt"], validation=0.5).directory
     text = (copy / "index.json").read_text()
     for path in places(json.loads(text)):
         if path[0] == "settings" and len(path) > 1:
