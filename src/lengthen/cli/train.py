@@ -128,7 +128,7 @@ def run(arguments: Arguments) -> int:
     return 0
 
 
-def _corpus(directory: Path | None, data: configs.DataConfig, here: World, verify: bool) -> Corpus:
+def _corpus(directory: Path | None, data: configs.DataConfig, here: World, verify: bool = False) -> Corpus:
     """Return the corpus; the default one is prepared by the first process, and the others wait for it."""
     from lengthen.cli.corpus import open_corpus
 
