@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import subprocess
@@ -59,6 +60,15 @@ def test_the_same_bytes_whatever_the_workers_and_parts(
     assert made[0] == made[1] == contents(tmp_path / "large parts")
     assert "index.json" in made[0]
     assert len(made[0]) > 6  # several shards
+
+
+def test_the_bytes_are_pinned(tmp_path: Path) -> None:
+    """A corpus that was made before is the same corpus: nothing of it, the index included, changes with the package."""
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.txt").write_text(f"The text of {name}, 海.\n" * 9)
+    corpus = prepare([tmp_path / f"{name}.txt" for name in "abc"], tmp_path / "out", validation=0.5)
+    digest = hashlib.sha256((corpus.directory / "index.json").read_bytes()).hexdigest()
+    assert (corpus.fingerprint, digest[:16]) == ("a919df9158f17df9", "40e1481d1ad5fb98")
 
 
 def test_the_same_bytes_wherever_the_input_lies(tmp_path: Path, folder: Path, contents: Any) -> None:

@@ -47,7 +47,7 @@ from lengthen.data.parts import encode_part, join_parts, publish
 from lengthen.data.settings import Settings, check_encoding, check_validation, find_tokenizer
 from lengthen.data.sources import Source, expand
 from lengthen.data.tokenizer import Tokenizer, train
-from lengthen.io import build, read_lines, sync_folder, write_json, write_lines
+from lengthen.io import build, read_lines, sync_folder, write_json, write_text
 
 SAMPLE_BYTES = 64 << 20  # what a BPE is trained on; more changes little but the time
 MOST = 12  # workers by default: each takes some 50 MB, and more find Python's lock taken
@@ -217,7 +217,8 @@ class Run:
         for file, source in zip(self.files, self.sources, strict=True):
             if file in found.skipped:
                 source["skipped"] = found.skipped[file]
-        write_lines(folder / "sources", self.sources)
+        lines = [json.dumps(said, ensure_ascii=False) + "\n" for said in self.sources]  # the index has their checksum
+        write_text(folder / "sources", "".join(lines))
         listed = SourceList(**asdict(publish(folder / "sources", self.out, "sources", "jsonl")), files=len(self.files))
         ids = (tokenizer.vocab_size, tokenizer.end_id, tokenizer.mask_id)
         sync_folder(self.out)
