@@ -122,6 +122,11 @@ def test_links_out_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main([*words, "--follow-links"]) == 0
 
 
+def listen_to_ctrl_c() -> None:
+    """A shell lets processes in its background ignore it, and those that they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("after", ["checking", "reading", "training the tokenizer"])
 def test_ctrl_c_is_one_line_and_the_next_run_goes_on(tmp_path: Path, after: str) -> None:
     """In the stage that follows this one."""
@@ -129,7 +134,9 @@ def test_ctrl_c_is_one_line_and_the_next_run_goes_on(tmp_path: Path, after: str)
     (tmp_path / "text.txt").write_text(text)
     words = [sys.executable, "-u", "-m", "lengthen", "prepare", str(tmp_path / "text.txt"), "-o", str(tmp_path / "out")]
     words += ["--tokenizer", "bpe", "--vocab-size", "600", "--workers", "1"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen_to_ctrl_c
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         for line in process.stdout:  # a stage is told when the next one begins

@@ -65,9 +65,11 @@ def test_training_can_be_interrupted(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             train(texts(), 300, tmp_path / "tokenizer.json")
 
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background has none
     try:
         interrupt()
     finally:
+        signal.signal(signal.SIGINT, handler)
         waiting.set()
     assert not (tmp_path / "tokenizer.json").exists()
 
