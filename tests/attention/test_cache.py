@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lengthen import Blockwise, Causal, Decay, Linear, Table, Window, alibi_slopes, attention
 from lengthen.attention.cache import Cache
-from lengthen.attention.far import ReachLayer
+from lengthen.attention.reach_cache import ReachLayer
 
 HEADS, WIDTH = 4, 8
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lengthen import Blockwise, Causal, ModelConfig, Transformer, Window
 from lengthen.attention.cache import Cache
-from lengthen.attention.far import ReachLayer
+from lengthen.attention.reach_cache import ReachLayer
 from lengthen.model.sampling import Sampling
 from lengthen.positions import names
 

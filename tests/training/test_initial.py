@@ -34,13 +34,16 @@ def begun(make: Make, path: Path, old: dict[str, Any], **new: Any) -> tuple[Tran
 def test_a_run_begins_with_the_weights_and_step_0(corpus: Corpus, make: Make, alone: World, tmp_path: Path) -> None:
     first = train(make(), corpus, tmp_path / "first", alone).checkpoint
     said = Said()
-    config = make(model__train_length=32, model__positions="rotary+alibi", train__steps=6)
+    config = make(
+        model__train_length=32, model__positions="rotary+alibi", model__activation_dropout=0.1, train__steps=6
+    )
     outcome = train(config, corpus, tmp_path / "second", alone, init=first, watchers=[said])
     assert outcome.step == 6
     assert losses(tmp_path / "second")[0] < losses(tmp_path / "first")[3]
     assert said.lines == [
         "--init: model.train_length: 16 → 32",
         "--init: model.positions: 'alibi' → 'rotary+alibi'",
+        "--init: model.activation_dropout: 0.0 → 0.1",
     ]
     state = open_checkpoint(outcome.checkpoint).state
     assert state.init is not None

@@ -7,8 +7,7 @@ masks.py      Causal, Window, Blockwise, Bidirectional: an interval of keys for 
 reach.py      how far a head must look, and the ball around its keys
 merge.py      joins partial results
 cache.py      keys and values while decoding: full, window, reach
-far.py        of these, reach: what each head keeps, and what the rest can weigh
-buffer.py     their storage
+reach_cache.py   of these, reach: what each head keeps, and what the rest can weigh; buffer.py is their storage
 backends/     reference (the definition), native (torch's own), chunked (plain torch), triton (GPU kernels)
 """
 

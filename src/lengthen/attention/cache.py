@@ -2,8 +2,8 @@
 
     full      everything
     window    what a `Window` or `Blockwise` mask can still see
-    reach     what each head can still reach under its bias (far.py): older keys in host memory (mode "exact"), or given
-              up with a bound on what they could have weighed (mode "certified")
+    reach     what each head can still reach under its bias (reach_cache.py): older keys in host memory (mode "exact"),
+              or given up with a bound on what they could have weighed (mode "certified")
 
 All sequences of a batch grow together, by the same number of slots at each step. One that is shorter begins at a later
 slot (left padding, `starts`) and counts its positions from there, so it sees exactly what it would see alone. One that
@@ -31,10 +31,10 @@ from torch import Tensor
 
 from lengthen.attention.biases import Bias, Decay
 from lengthen.attention.buffer import Buffer, seen_from
-from lengthen.attention.far import ReachLayer
 from lengthen.attention.masks import Band, Causal, Mask
 from lengthen.attention.op import attention
 from lengthen.attention.reach import default_tolerance
+from lengthen.attention.reach_cache import ReachLayer
 from lengthen.checks import choice, describe, number, whole_number
 
 POLICIES = ("full", "window", "reach")

@@ -36,6 +36,7 @@ NEEDS = {  # what a verb works with, and imports only to run
     "train": ("lengthen.training",),
     "eval": ("lengthen.evaluation",),
     "analyse": ("lengthen.evaluation",),
+    "generate": ("lengthen.evaluation",),
     "report": ("lengthen.report",),
 }
 

@@ -71,18 +71,13 @@ class Arguments:
 
 def parse(words: list[str]) -> Arguments:
     """Return the words over the values of the file that they name."""
+    given, words = flags.take(words, OPTIONS)
     words = _joined(words)
     name = next((word for word in words if not word.startswith("-")), None)
     if name is None and not {"-h", "--help"} & set(words):
         raise ValueError(f"CONFIG: expected a TOML file or one of the presets {', '.join(configs.presets())}, got none")
-    options = [word.removeprefix(OPTIONS) for word in words if word.startswith(OPTIONS)]
-    for option in options:
-        if "=" not in option:
-            raise ValueError(f"{OPTIONS}{option}: expected a value, got none")
-    given = {key: io.literal(value) for key, _, value in (option.partition("=") for option in options)}
     default = Arguments(tyro.MISSING, _draft(configs.find(name) if name else None, given))
-    rest = [word for word in words if not word.startswith(OPTIONS)]
-    return flags.parse(Arguments, rest, "train", __doc__ or "", default)
+    return flags.parse(Arguments, words, "train", __doc__ or "", default)
 
 
 def _joined(words: list[str]) -> list[str]:
