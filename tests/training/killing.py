@@ -1,9 +1,9 @@
-"""Trains in a forked child that is killed again and again, until it ends by itself. Run by test_killed.py.
+"""Trains in forked children, one of which is killed again and again, until they end by themselves.
 
-    python killing.py DATA OUT KILLS SEED
+    python killing.py DATA OUT KILLS SEED PROCESSES        run by test_killed.py
 
-Half of the kills come at a random moment, some steps on; half strike the child just before its n-th fsync, rename or
-removal, which is where a checkpoint would be half-written if it could be. Prints a line a kill: how, and which
+Half of the kills come at a random moment, some steps on; half strike the first child just before its n-th fsync, rename
+or removal, which is where a checkpoint would be half-written if it could be. Prints a line a kill: how, and which
 checkpoints there are. Nothing depends on how fast the machine is.
 """
 
@@ -14,8 +14,10 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,14 @@ import torch
 from conftest import make_config
 
 from lengthen.data import Corpus
-from lengthen.training import World, train
+from lengthen.training import train, world
 
 STEPS = 280
 
 
-def config() -> Any:
-    return make_config(
-        train__steps=STEPS, checkpoint__every=4, checkpoint__keep=2, evaluation__every=8, model__dropout=0.1
-    )
+def config(keep: int) -> Any:
+    every = {"checkpoint__every": 4, "checkpoint__keep": keep, "evaluation__every": 8}
+    return make_config(train__steps=STEPS, model__dropout=0.1, **every)
 
 
 def strike(at: int) -> None:
@@ -65,30 +66,60 @@ def wait(path: Path, steps: int) -> None:
         time.sleep(0.001)
 
 
+def run(rank: int, processes: int, port: int, corpus: Corpus, out: Path, keep: int, at: int | None) -> None:
+    """Train as one of the processes, and end."""
+    status = 1
+    try:
+        if rank == 0 and at is not None:  # the process that writes
+            strike(at)
+        if processes > 1:
+            about = {"RANK": rank, "WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in about.items()})
+        with world("cpu") as here:
+            train(config(keep), corpus, out, here)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def ended(children: list[int]) -> list[int]:
+    """Wait for all children, and return how each ended; once one does not end well, the others are killed."""
+    found: list[int] = []
+    while len(found) < len(children):
+        _, status = os.wait()
+        found.append(os.waitstatus_to_exitcode(status))
+        if found[-1]:
+            for child in children:
+                with suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+    return found
+
+
 def main() -> None:
-    data, out, kills, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    data, out, kills, seed, processes = sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:6])
     torch.set_num_threads(1)
     draw = random.Random(seed)
-    corpus = Corpus.open(data)
-    for number in range(10 * kills):
+    corpus, keep = Corpus.open(data), 2 if kills else 10_000  # all of a run that others are compared with
+    for number in range(10 * kills + 1):
         at = draw.randint(1, 80) if number % 2 else None  # a checkpoint makes some sixteen such calls
         steps, delay = draw.randint(1, 12), draw.uniform(0, 0.02)
-        child = os.fork()
-        if child == 0:
-            if number < kills and at is not None:
-                strike(at)
-            train(config(), corpus, out, World(0, 1, torch.device("cpu")))
-            os._exit(0)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = []
+        for rank in range(processes):
+            children.append(os.fork())
+            if children[-1] == 0:
+                run(rank, processes, port, corpus, out, keep, at if number < kills else None)
         if number < kills and at is None:
             wait(out / "metrics.jsonl", steps)
             time.sleep(delay)
-            os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+            os.kill(draw.choice(children), signal.SIGKILL)
+        killed = -signal.SIGKILL in (statuses := ended(children))
         there = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
         print(json.dumps({"killed": killed, "at": at or steps, "there": there}), flush=True)
         if not killed:
-            sys.exit(os.waitstatus_to_exitcode(status))
+            sys.exit(max(map(abs, statuses)))
 
 
 if __name__ == "__main__":

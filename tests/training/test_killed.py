@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from killing import STEPS, config
+from killing import STEPS
 
 from lengthen.data import Corpus
-from lengthen.training import World, log, train
 from lengthen.training import checkpoint as checkpoints
+from lengthen.training import log
 from lengthen.training.log import Record
 
 KILLS = 24
@@ -28,20 +28,11 @@ def told(path: Path) -> list[Record]:
     ]
 
 
-@pytest.mark.slow
-def test_killed_over_twenty_times_it_takes_the_same_steps_bit_for_bit(
-    corpus: Corpus, alone: World, tmp_path: Path
-) -> None:
-    whole = config()
-    train(
-        dataclasses.replace(whole, checkpoint=dataclasses.replace(whole.checkpoint, keep=10_000)),
-        corpus,
-        tmp_path / "whole",
-        alone,
-    )
+def trained(corpus: Corpus, out: Path, kills: int, processes: int) -> list[dict[str, Any]]:
+    """Train with this many kills; return what is said of each."""
     script = str(Path(__file__).with_name("killing.py"))
     done = subprocess.run(
-        [sys.executable, script, str(corpus.directory), str(tmp_path / "killed"), str(KILLS), "7"],
+        [sys.executable, script, str(corpus.directory), str(out), str(kills), "7", str(processes)],
         capture_output=True,
         text=True,
         check=False,
@@ -49,7 +40,16 @@ def test_killed_over_twenty_times_it_takes_the_same_steps_bit_for_bit(
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    rounds = [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_over_twenty_times_it_takes_the_same_steps_bit_for_bit(
+    corpus: Corpus, tmp_path: Path, processes: int
+) -> None:
+    assert len(trained(corpus, tmp_path / "whole", 0, processes)) == 1
+    rounds = trained(corpus, tmp_path / "killed", KILLS, processes)
     assert sum(one["killed"] for one in rounds) >= 20
     assert len({tuple(one["there"]) for one in rounds}) >= 8  # kills at many stages of the run
     expected = told(tmp_path / "whole")
