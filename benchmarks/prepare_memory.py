@@ -8,6 +8,7 @@ names it takes all; English comes from FOLDER/english.txt, if that is there.
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import random
 import resource
@@ -59,22 +60,31 @@ TEXTS: dict[str, Callable[[Path], object]] = {
 }
 
 
+def measure(source: Path, tokenizer: str) -> None:
+    """Prepare one source in this process, and print the largest size that it had."""
+    prepare(source, source.with_name(f"{source.name}.{tokenizer}"), tokenizer=tokenizer, validation=0, force=True)
+    print(f"{source.name:<16}{tokenizer:<8}{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")
+
+
 def main() -> None:
-    """Measure one source, when told which, or start a process for each."""
-    if sys.argv[1] == "--one":
-        source, tokenizer = Path(sys.argv[2]), sys.argv[3]
-        out = source.with_name(f"{source.name}.{tokenizer}")
-        prepare(source, out, tokenizer=tokenizer, validation=0, force=True)
-        print(f"{source.name:<16}{tokenizer:<8}{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")
+    """Start a process for each source and tokenizer."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the texts and what is prepared from them go")
+    parser.add_argument("names", nargs="*", help=f"which texts, of {', '.join(TEXTS)} (default: all)")
+    parser.add_argument("--one", metavar="TOKENIZER", help="prepare the one text named, in this process")
+    options = parser.parse_args()
+    if unknown := [name for name in options.names if name not in TEXTS]:
+        parser.error(f"names: expected some of {', '.join(TEXTS)}, not {', '.join(unknown)}")
+    if options.one:
+        measure(options.folder / options.names[0], options.one)
         return
-    folder = Path(sys.argv[1])
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in sys.argv[2:] or TEXTS:
-        if name == "english.txt" and not (folder / name).exists():
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for name in options.names or TEXTS:
+        if name == "english.txt" and not (options.folder / name).exists():
             continue
-        TEXTS[name](folder / name)
+        TEXTS[name](options.folder / name)
         for tokenizer in ("bytes", "bpe") if name in ("line.txt", "letters.txt.gz", "spaces.txt.gz") else ("bpe",):
-            subprocess.run([sys.executable, __file__, "--one", str(folder / name), tokenizer], check=True)
+            subprocess.run([sys.executable, __file__, str(options.folder), name, "--one", tokenizer], check=True)
 
 
 if __name__ == "__main__":
