@@ -17,8 +17,6 @@ from lengthen.training import checkpoint as checkpoints
 from lengthen.training import log
 from lengthen.training.log import Record
 
-KILLS = 24
-
 
 def told(path: Path) -> list[Record]:
     """Return what a log says, without what depends on the time of day."""
@@ -44,14 +42,14 @@ def trained(corpus: Corpus, out: Path, kills: int, processes: int) -> list[dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_killed_over_twenty_times_it_takes_the_same_steps_bit_for_bit(
-    corpus: Corpus, tmp_path: Path, processes: int
+@pytest.mark.parametrize(("processes", "kills"), [(1, 24), (2, 8)])
+def test_killed_many_times_it_takes_the_same_steps_bit_for_bit(
+    corpus: Corpus, tmp_path: Path, processes: int, kills: int
 ) -> None:
     assert len(trained(corpus, tmp_path / "whole", 0, processes)) == 1
-    rounds = trained(corpus, tmp_path / "killed", KILLS, processes)
-    assert sum(one["killed"] for one in rounds) >= 20
-    assert len({tuple(one["there"]) for one in rounds}) >= 8  # kills at many stages of the run
+    rounds = trained(corpus, tmp_path / "killed", kills, processes)
+    assert sum(one["killed"] for one in rounds) >= 0.8 * kills
+    assert len({tuple(one["there"]) for one in rounds}) >= kills // 3  # kills at many stages of the run
     expected = told(tmp_path / "whole")
     assert [record["step"] for record in expected if record["kind"] == "step"] == [*range(1, STEPS + 1)]
     assert told(tmp_path / "killed") == expected
