@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -136,8 +137,8 @@ def test_a_run_without_a_safe_place_is_cut_between_characters(monkeypatch: pytes
 @given(texts)
 def test_small_pieces(bpe: tokenizers.Tokenizer, text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuts, "SMALL", 2000)
-        text = text * (3 * cuts.SMALL // max(len(text.encode()), 1))
+        patch.setattr(cuts, "SMALL_PIECE", re.compile(cuts.SMALL_PIECE.pattern.replace(b"%d" % cuts.SMALL, b"2000")))
+        text = text * (6000 // max(len(text.encode()), 1))
         pieces = [piece.decode() for piece in cuts.small(text.encode())]
     check(bpe, text, pieces, safe=True)
 
