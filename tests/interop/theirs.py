@@ -24,7 +24,7 @@ for name in ("Mistral", "Qwen2", "Qwen3"):
 
 def configured(name: str, **options: Any) -> Any:
     """Return the config of a small model of an architecture."""
-    return getattr(transformers, f"{name}Config")(vocab_size=VOCABULARY, **SIZES[name] | options)
+    return getattr(transformers, f"{name}Config")(**{"vocab_size": VOCABULARY, **SIZES[name], **options})
 
 
 def make(name: str, **options: Any) -> Any:
