@@ -9,6 +9,8 @@
 >>> config = lengthen.ModelConfig(vocab_size=258, layers=2, width=64, heads=4, train_length=32, positions="alibi")
 >>> logits = lengthen.Transformer(config)(torch.randint(258, (1, 100)))
 
+>>> model = lengthen.load("runs/tiny")  # a run, or a model of Hugging Face  # doctest: +SKIP
+
 Start with `attention` (the op), `positions` (the methods that give it its bias, decay and rotation) and `model` (a
 transformer that takes any of them). `lengthen.data` and `lengthen.training` are imported by name: they need more
 packages.
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
         reach,
     )
     from lengthen.config import ModelConfig
+    from lengthen.interop.models import load
     from lengthen.model import Transformer
 
 __version__ = "0.1.0"
@@ -54,12 +57,17 @@ __all__ = [
     "__version__",
     "alibi_slopes",
     "attention",
+    "load",
     "merge",
     "positions",
     "reach",
 ]
 
-_HOMES = {"ModelConfig": "config", "Transformer": "model"}  # where a name is from, if not from `attention`
+_HOMES = {
+    "ModelConfig": "config",
+    "Transformer": "model",
+    "load": "interop.models",
+}  # where a name is from, if not from `attention`
 
 
 class _Package(ModuleType):

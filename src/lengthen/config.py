@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lengthen import io
 from lengthen.checks import nearest
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from lengthen.positions.method import PositionMethod
 
 MOST = (1 << 63) - 1  # of any whole number: what torch can count to
+Bias = Literal["qkv", "out", "feed_forward", "norm"]
+BIASES: tuple[Bias, ...] = get_args(Bias)  # the places that may have one
+GATED = ("swiglu", "geglu")  # activations with a third matrix
 
 
 def _check(section: str, config: Any, **least: float) -> None:
@@ -53,12 +56,19 @@ class ModelConfig:
     kind: Literal["decoder", "encoder"] = "decoder"  # an encoder sees both ways, and predicts masked tokens
     key_heads: int | None = None  # heads of keys and values, fewer than heads: grouped queries; none: as many
     head_dim: int | None = None  # features of a head; none: width / heads
-    feed_forward: int | None = None  # hidden features; none: 4·width, or 8/3·width with SwiGLU's third matrix
+    feed_forward: int | None = None  # hidden features; none: 4·width, or 8/3·width with the third matrix of a gate
+    block: Literal["pre", "post", "parallel", "shared"] = "pre"
+    """Where a block normalises: before each part, after it, or before two parts that read the same, with one norm each
+    or one shared."""
     norm: Literal["layer", "rms"] = "layer"  # LayerNorm or RMSNorm
     norm_epsilon: float = 1e-5  # added to the variance
+    embedding_norm: bool = False  # a norm after the embedding (BLOOM)
     qk_norm: bool = False  # RMSNorm of each head's queries and keys before they are rotated: bounds every score
-    activation: Literal["gelu", "relu", "swiglu"] = "gelu"  # of the feed-forward layers
-    biases: bool = True  # of linear layers and of LayerNorm
+    clip_qkv: float | None = None  # queries, keys and values are cut off at ± this; none: not
+    score_scale: float | None = None  # what products of queries and keys are multiplied by; none: 1/√head_dim
+    window: int | None = None  # tokens that each token sees, itself included, unless a mask is given; none: all before
+    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu"] = "gelu_tanh"  # of the feed-forward layers
+    biases: bool | list[Bias] = True  # everywhere, nowhere, or in these places; norm: of LayerNorm
     tied: bool = True  # the output shares the embedding's weights
     scale_embeddings: bool = True  # by √width; false for weights of models without (GPT-2, MPT, Llama)
     dropout: float = 0.0  # fraction of features zeroed while training, of embeddings and of each layer's output
@@ -66,9 +76,17 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         sizes = dict.fromkeys(("vocab_size", "layers", "width", "heads", "train_length"), 1)
-        _check("model", self, **sizes, key_heads=1, head_dim=1, feed_forward=1)
+        _check("model", self, **sizes, key_heads=1, head_dim=1, feed_forward=1, window=1)
         if self.norm_epsilon <= 0:
             raise ValueError(f"model.norm_epsilon: expected more than 0, got {self.norm_epsilon}")
+        for name in ("clip_qkv", "score_scale"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ValueError(f"model.{name}: expected more than 0, got {getattr(self, name)}")
+        if self.window is not None and self.kind == "encoder":
+            raise ValueError(f"model.window: expected none for an encoder, which sees both ways, got {self.window}")
+        if isinstance(self.biases, list):  # written in one way alone
+            there = [place for place in BIASES if place in self.biases]
+            object.__setattr__(self, "biases", there if 0 < len(there) < len(BIASES) else bool(there))
         for name in ("dropout", "activation_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"model.{name}: expected a fraction from 0 to below 1, got {getattr(self, name)}")
@@ -113,7 +131,11 @@ class ModelConfig:
         if self.feed_forward is not None:
             return self.feed_forward
         # A multiple of 64 keeps matrix units busy.
-        return -(-8 * self.width // (3 * 64)) * 64 if self.activation == "swiglu" else 4 * self.width
+        return -(-8 * self.width // (3 * 64)) * 64 if self.activation in GATED else 4 * self.width
+
+    def has_bias(self, place: Bias) -> bool:
+        """Whether the layers of a place have biases."""
+        return place in self.biases if isinstance(self.biases, list) else self.biases
 
     @property
     def longest(self) -> int | None:
@@ -132,7 +154,7 @@ class ModelConfig:
         options = {**sides, **self.position_options}
         if self.longest is not None:
             options["max_length"] = self.longest
-        if options.get("scaling") == "yarn":  # which is told what it stretches
+        if options.get("scaling") in ("yarn", "llama3"):  # which are told what they stretch
             options.setdefault("original_length", self.train_length)
         return build(self.positions, **sizes, **options)
 
@@ -150,7 +172,8 @@ class ModelConfig:
         >>> ModelConfig(vocab_size=258, layers=2, width=64, heads=4, train_length=32, positions="rotary").parameters
         116608
         """
-        norms = (2 * self.layers + 1) * self.width * (2 if self.norm == "layer" and self.biases else 1)
+        count = self.layers * (1 if self.block == "shared" else 2) + (self.block != "post") + self.embedding_norm
+        norms = count * self.width * (2 if self.norm == "layer" and self.has_bias("norm") else 1)
         norms += 2 * self.layers * self.head_width if self.qk_norm else 0
         tables = self.vocabulary * self.width * (1 if self.tied else 2)
         return tables + self.layers * (self._matrices + self._biases) + norms + self.method_parameters
@@ -164,23 +187,27 @@ class ModelConfig:
     def _matrices(self) -> int:
         """Parameters of one layer's matrices."""
         attention = self.width * self.head_width * (2 * self.heads + 2 * self.key_value_heads)
-        return attention + self.width * self.hidden_width * (3 if self.activation == "swiglu" else 2)
+        return attention + self.width * self.hidden_width * (3 if self.activation in GATED else 2)
 
     @property
     def _biases(self) -> int:
-        if not self.biases:
-            return 0
-        projections = self.head_width * (self.heads + 2 * self.key_value_heads) + self.width
-        return projections + self.hidden_width * (2 if self.activation == "swiglu" else 1) + self.width
+        """Numbers that one layer's matrices add."""
+        sizes: dict[Bias, int] = {
+            "qkv": self.head_width * (self.heads + 2 * self.key_value_heads),
+            "out": self.width,
+            "feed_forward": self.hidden_width * (2 if self.activation in GATED else 1) + self.width,
+        }
+        return sum(size for place, size in sizes.items() if self.has_bias(place))
 
     def flops_per_token(self, length: int) -> float:
         """Return the floating-point operations that one token of training needs, forward and backward.
 
         Six for each parameter of a matrix product (a multiplication and an addition, once forward and twice backward),
-        and the two products of attention over the keys that a token sees: half of them on average in a decoder, all in
-        an encoder. Nothing is counted twice, whatever a program recomputes.
+        and the two products of attention over the keys that a token sees: half of them on average in a decoder, or as
+        many as its window has, all in an encoder. Nothing is counted twice, whatever a program recomputes.
         """
-        seen = (length + 1) / 2 if self.kind == "decoder" else length
+        window = min(self.window or length, length)
+        seen = window - window * (window - 1) / (2 * length) if self.kind == "decoder" else length
         scores = 2 * self.heads * self.head_width * seen
         return 6 * (self.layers * (self._matrices + scores) + self.vocabulary * self.width)
 

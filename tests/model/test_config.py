@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lengthen import positions
 from lengthen.checks import nearest
+from lengthen.config import BIASES
 from lengthen.model import ModelConfig, Transformer
 
 SIZES: dict[str, Any] = {"vocab_size": 19, "layers": 2, "width": 24, "heads": 4, "train_length": 40}
@@ -51,8 +52,10 @@ def test_parameters_are_as_many_as_are_built(data: st.DataObject) -> None:
         head_dim=head_dim,
         feed_forward=draw(st.sampled_from([None, 1, 17])),
         norm=draw(st.sampled_from(["layer", "rms"])),
-        activation=draw(st.sampled_from(["gelu", "relu", "swiglu"])),
-        biases=draw(st.booleans()),
+        activation=draw(st.sampled_from(["gelu", "gelu_tanh", "relu", "swiglu", "geglu"])),
+        biases=draw(st.booleans() | st.lists(st.sampled_from(BIASES), unique=True)),
+        block=draw(st.sampled_from(["pre", "post", "parallel", "shared"])),
+        embedding_norm=draw(st.booleans()),
         tied=draw(st.booleans()),
         kind=draw(st.sampled_from(["decoder", "encoder"])),
     )
@@ -117,12 +120,22 @@ WRONG: list[tuple[str, Any, str]] = [
     *((key, "2", rf"^model.{key}: expected a whole number or none, got '2'") for key in ("key_heads", "head_dim")),
     ("kind", "decoders", r"^model.kind: expected 'decoder' or 'encoder', got 'decoders' .*; did you mean 'decoder'\?"),
     ("norm", "batch", r"^model.norm: expected 'layer' or 'rms', got 'batch'"),
-    ("activation", "silu", r"^model.activation: expected 'gelu' or 'relu' or 'swiglu', got 'silu'"),
+    ("activation", "silu", r"^model.activation: expected 'gelu' or 'gelu_tanh' or .* or 'geglu', got 'silu'"),
     ("activation", None, r"^model.activation: expected 'gelu' .*, got None"),
     *(
         (key, 1, rf"^model.{key}: expected true or false, got 1")
-        for key in ("biases", "tied", "scale_embeddings", "qk_norm")
+        for key in ("tied", "scale_embeddings", "qk_norm", "embedding_norm")
     ),
+    ("biases", 1, r"^model.biases: expected true or false or a list \(each item 'qkv' or .*\), got 1"),
+    (
+        "biases",
+        ["qkv", "heads"],
+        r"^model.biases\[1\]: expected 'qkv' or 'out' or 'feed_forward' or 'norm', got 'heads'",
+    ),
+    ("block", "serial", r"^model.block: expected 'pre' or 'post' or 'parallel' or 'shared', got 'serial'"),
+    ("clip_qkv", 0, r"^model.clip_qkv: expected more than 0, got 0"),
+    ("score_scale", -1.0, r"^model.score_scale: expected more than 0, got -1.0"),
+    ("window", 0, r"^model.window: expected at least 1, got 0"),
     ("norm_epsilon", 0, r"^model.norm_epsilon: expected more than 0, got 0"),
     ("norm_epsilon", float("nan"), r"^model.norm_epsilon: expected a finite number, got nan"),
     ("dropout", 1.0, r"^model.dropout: expected a fraction from 0 to below 1, got 1.0"),

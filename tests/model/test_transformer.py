@@ -283,7 +283,7 @@ def test_dropout_is_for_training_alone(make: Make, key: str) -> None:
     torch.testing.assert_close(model(ids), make()(ids), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "relu", "swiglu"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "swiglu", "geglu"])
 def test_activation_dropout_is_after_the_activation(make: Make, activation: str) -> None:
     layer = make(activation=activation, activation_dropout=0.4).blocks[0].feed_forward
     seen: list[Tensor] = []
@@ -365,3 +365,95 @@ def test_wrong_input_is_named(make: Make) -> None:
         Transformer({"layers": 2})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^positions: expected 0 … 39, got 40: a learned table"):
         make(positions="learned")(tokens(1, 41))
+
+
+# What other architectures have.
+
+
+def by_hand(model: Any, ids: Tensor) -> Tensor:
+    """Return the logits of a model without positions, dropout and grouped queries, written out."""
+    config, w = model.config, model.state_dict()
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return nn.functional.layer_norm(x, [24], w[f"{name}.weight"], w.get(f"{name}.bias"), 1e-5)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return nn.functional.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+    def attend(x: Tensor, name: str) -> Tensor:
+        qkv = linear(x, f"{name}.qkv")
+        if config.clip_qkv is not None:
+            qkv = qkv.clamp(-config.clip_qkv, config.clip_qkv)
+        q, k, v = (part.unflatten(-1, (4, 6)).transpose(1, 2) for part in qkv.split(24, dim=-1))
+        scores = q @ k.mT * (config.score_scale or 6**-0.5)
+        place = torch.arange(ids.shape[1])
+        behind = place[:, None] - place
+        hidden = (behind < 0) | (behind >= (config.window or len(place)))
+        read = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+        return linear(read.transpose(1, 2).flatten(2), f"{name}.out")
+
+    def forward(x: Tensor, name: str) -> Tensor:
+        up = linear(x, f"{name}.up")
+        if config.activation == "geglu":
+            gate, up = up.chunk(2, dim=-1)
+            return linear(nn.functional.gelu(gate) * up, f"{name}.down")
+        approximate = "tanh" if config.activation == "gelu_tanh" else "none"
+        return linear(nn.functional.gelu(up, approximate=approximate), f"{name}.down")
+
+    x = w["embedding.weight"][ids] * (24**0.5 if config.scale_embeddings else 1)
+    x = norm(x, "embedding_norm") if config.embedding_norm else x
+    for n in range(config.layers):
+        a, f = f"blocks.{n}.attention", f"blocks.{n}.feed_forward"
+        if config.block == "pre":
+            x = x + attend(norm(x, f"{a}_norm"), a)
+            x = x + forward(norm(x, f"{f}_norm"), f)
+        elif config.block == "post":
+            x = norm(x + attend(x, a), f"{a}_norm")
+            x = norm(x + forward(x, f), f"{f}_norm")
+        else:
+            second = f"{f}_norm" if config.block == "parallel" else f"{a}_norm"
+            x = x + attend(norm(x, f"{a}_norm"), a) + forward(norm(x, second), f)
+    x = x if config.block == "post" else norm(x, "norm")
+    return x @ w["embedding.weight"].T
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"block": "post"},
+        {"block": "parallel"},
+        {"block": "shared"},
+        {"embedding_norm": True},
+        {"clip_qkv": 0.3},
+        {"score_scale": 1.0},
+        {"window": 5},
+        {"activation": "gelu"},
+        {"activation": "geglu"},
+        {"biases": ["qkv"]},
+        {"biases": ["norm", "feed_forward"], "block": "shared", "embedding_norm": True},
+    ],
+    ids=str,
+)
+def test_the_forms_of_other_architectures(make: Make, options: dict[str, Any]) -> None:
+    model, ids = make(positions="none", **options), tokens(2, 17)
+    expected = by_hand(model, ids)
+    torch.testing.assert_close(model(ids), expected, rtol=1e-9, atol=1e-9)
+    cache = model.cache()
+    parts = [model.extend(part, cache) for part in ids.split(4, dim=1)]
+    cached = nn.functional.linear(torch.cat(parts, dim=1), model.output_weight)
+    torch.testing.assert_close(cached, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_biases_stand_where_they_are_asked_for(make: Make) -> None:
+    names = {name for name in make(biases=["qkv", "norm"]).state_dict() if name.endswith("bias")}
+    assert {name.removeprefix("blocks.0.") for name in names if not name.startswith("blocks.1.")} == {
+        *("attention_norm.bias", "feed_forward_norm.bias", "attention.qkv.bias", "norm.bias")
+    }
+
+
+def test_every_form_begins_with_the_same_loss() -> None:
+    for block in ("pre", "post", "parallel", "shared"):
+        model = Transformer(ModelConfig(vocab_size=500, layers=2, width=64, heads=4, train_length=32, block=block))
+        ids = torch.randint(500, (4, 32))
+        assert model(ids, ids).item() == pytest.approx(math.log(500) + 1 / 8, abs=0.2)

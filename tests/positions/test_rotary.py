@@ -67,6 +67,34 @@ def test_against_transformers_yarn(options: dict[str, Any], length: int, base: f
     compare(ours, theirs, 256)
 
 
+@pytest.mark.parametrize(("length", "fast", "slow"), [(8192, 4.0, 1.0), (512, 8.0, 2.0), (40, 4.0, 1.0)])
+def test_against_transformers_llama3(length: int, fast: float, slow: float) -> None:
+    options = {"factor": 8.0, "low_freq_factor": slow, "high_freq_factor": fast}
+    theirs = llama(max_length=8 * length, rope_type="llama3", original_max_position_embeddings=length, **options)
+    given = {} if fast == 4 else {"beta_fast": fast, "beta_slow": slow}
+    compare(Rotary(**SIZES, scaling="llama3", factor=8.0, original_length=length, **given), theirs)
+
+
+def test_yarns_factor_can_be_given() -> None:
+    ours = Rotary(**SIZES, scaling="yarn", factor=4.0, original_length=256, attention_factor=0.7)
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "attention_factor": 0.7}
+    compare(ours, llama(max_length=1024, **rope))
+
+
+@pytest.mark.parametrize("scaling", [{}, {"scaling": "yarn", "factor": 4.0, "original_length": 64}])
+@pytest.mark.parametrize("pairs", ["halves", "neighbours"])
+def test_a_part_is_turned_as_a_head_of_its_size(pairs: str, scaling: dict[str, Any]) -> None:
+    """The first pairs are turned as those of a head with rotary_dim features, and the rest is left as it is."""
+    whole = Rotary(heads=4, head_dim=16, width=256, pairs=pairs, **scaling)
+    ours = Rotary(**SIZES, pairs=pairs, rotary_dim=16, **scaling)
+    x, positions = torch.randn(2, 4, 30, 64), torch.arange(30)
+    turned = [*range(8), *range(32, 40)] if pairs == "halves" else list(range(16))
+    still = [f for f in range(64) if f not in turned]
+    out = ours.rotate(x, positions)
+    torch.testing.assert_close(out[..., turned], whole.rotate(x[..., turned], positions))
+    assert torch.equal(out[..., still], x[..., still])
+
+
 @pytest.mark.parametrize(("their_factor", "stretch"), [(1.0, 4), (2.0, 2), (4.0, 2)])
 def test_against_transformers_dynamic_ntk(their_factor: float, stretch: int) -> None:
     # Theirs goes by the length at hand: base · (factor·length/trained − (factor − 1))^(d/(d − 2)).
@@ -116,12 +144,19 @@ def test_a_factor_of_one_changes_nothing() -> None:
         ),
         (
             {"scaling": "linear", "factor": 2.0, "original_length": 512},
-            r"rotary\.original_length: expected only with scaling='yarn', got 512 with 'linear'",
+            r"rotary\.original_length: expected only with scaling='yarn' or 'llama3', got 512 with 'linear'",
         ),
         ({"original_length": 512}, r"rotary\.original_length: expected only with scaling='yarn'"),
-        ({"beta_fast": 16}, r"rotary\.beta_fast: expected only with scaling='yarn', got 16"),
-        ({"beta_slow": 2}, r"rotary\.beta_slow: expected only with scaling='yarn', got 2"),
-        ({"beta_slow": 0}, r"rotary\.beta_slow: expected more than 0, got 0"),
+        ({"rotary_dim": 7}, r"rotary\.rotary_dim: expected an even number of at most head_dim=64, got 7"),
+        ({"rotary_dim": 66}, r"rotary\.rotary_dim: expected an even number of at most head_dim=64, got 66"),
+        ({"attention_factor": 2.0}, r"rotary\.attention_factor: expected only with scaling='yarn', got 2.0 with None"),
+        ({"scaling": "llama3", "factor": 2}, r"rotary\.original_length: expected .* with scaling='llama3', got None"),
+        ({"beta_fast": 16}, r"rotary\.beta_fast: expected only with scaling='yarn' or 'llama3', got 16"),
+        ({"beta_slow": 2}, r"rotary\.beta_slow: expected only with scaling='yarn' or 'llama3', got 2"),
+        (
+            {"scaling": "yarn", "factor": 2, "original_length": 512, "beta_slow": 0},
+            r"rotary\.beta_slow: expected more than 0, got 0",
+        ),
         (
             {"scaling": "yarn", "factor": 2, "original_length": 512, "beta_fast": 1},
             r"rotary\.beta_fast: expected more than beta_slow=1, got 1",

@@ -22,7 +22,7 @@ Examples:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
@@ -51,14 +51,15 @@ USUAL = NAMES[:-1]
 class Arguments:
     """What `lengthen analyse` is told."""
 
-    run_folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]  # a run's folder, or a checkpoint's
-    data: Path | None = None  # token shards; none: those that the model was trained on
+    run_folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run's folder, a checkpoint's, or a model of Hugging Face."""
+    data: Path | None = None  # token shards, or a text; none: what the model was trained on, or Python's source
     what: list[Name] | None = None  # none: all but recall, and reach for ALiBi alone
     lengths: list[int] | None = (
         None  # tokens read at once; none: the training length times 1, 2, 4, 8, 16, as far as fit
     )
     tokens: int = 16_384  # of the text to read
-    split: str = "validation"  # of the corpus
+    split: str | None = None  # of the corpus; none: validation, or all of a text
     blockwise: bool = False  # resolution: with blockwise attention too
     block: int | None = None  # its block; none: half the training length
     stride: int | None = None  # positions: of sliding windows; none: the shortest length / 8
@@ -70,9 +71,10 @@ class Arguments:
 
 def run(arguments: Arguments) -> int:
     """Analyse, with progress; write the results, and end with short tables."""
+    from lengthen.cli.corpus import split_of
     from lengthen.cli.evaluate import whole_numbers
-    from lengthen.evaluation import open_run
     from lengthen.evaluation.analyses import ANALYSES, LENGTHS, fitting_lengths, refuse_encoder, write
+    from lengthen.interop.subjects import open_model
     from lengthen.training.parallel import pick_device
 
     asked = wanted(arguments.what)
@@ -81,10 +83,12 @@ def run(arguments: Arguments) -> int:
         value = getattr(arguments, name)
         if value is not None and value < least:
             raise ValueError(f"--{name}: expected a whole number of at least {least}, got {value}")
-    subject = open_run(arguments.run_folder, device=pick_device(arguments.device))
+    subject = open_model(arguments.run_folder, device=pick_device(arguments.device))
     refuse_encoder(subject.model)
     corpus = _corpus(arguments.data, asked, subject, arguments.verify)
-    text = None if corpus is None else corpus[arguments.split]
+    if corpus is not None:
+        arguments = replace(arguments, split=split_of(corpus, arguments.split))
+    text = None if corpus is None else corpus[arguments.split or "validation"]
     names = _fitting(asked, subject, given, said=arguments.what is not None)
     lengths = {name: fitting_lengths(subject, LENGTHS[name], text, given) for name in names}
     for name in names:

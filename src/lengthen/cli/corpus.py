@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from lengthen.cli.progress import show_progress
 from lengthen.config import Config, DataConfig
 from lengthen.data import Corpus, prepare
 from lengthen.evaluation import Subject
+from lengthen.interop.subjects import end_token
 from lengthen.io import read_toml
 
 VOCABULARY = 4096  # of the default corpus with a BPE
@@ -47,10 +49,43 @@ def open_corpus(directory: Path | None, data: DataConfig, verify: bool = False) 
     return checked(folder, verify)
 
 
+def prepared(subject: Subject, text: Path | None) -> Corpus:
+    """Return a text, or the standard library's source, as tokens of a model, below `data`; once made, it is found."""
+    state = subject.checkpoint.state
+    tokenizer: str | Path | None = subject.tokenizer or ("bytes" if state.tokenizer == "bytes" else state.folder)
+    if tokenizer is None:
+        raise ValueError(f"--data: expected token shards, since {subject.checkpoint.path} has no tokenizer, got {text}")
+    name = default_folder(DataConfig()).name.removesuffix("-bytes") if text is None else text.stem
+    own = f"{sys.prefix if text is None else text.resolve()} {state.tokenizer}"
+    folder = Path("data") / f"{name}-{hashlib.sha256(own.encode()).hexdigest()[:8]}"
+    end = None if subject.tokenizer is None else end_token(subject.tokenizer)
+    share = None if text is None else 0.0  # all of a text is read; of the standard library, what is held out
+    print(f"reading {text or 'the source of Python’s standard library'} as tokens of this model, kept in {folder}")
+    with show_progress() as progress:
+        return prepare(
+            text, folder, tokenizer=tokenizer, end_token=end, validation=share, progress=progress, force=True
+        )
+
+
+def split_of(corpus: Corpus, asked: str | None) -> str:
+    """Return the split to read: the one that was named, or the validation split, or all that there is."""
+    if asked is not None:
+        return asked
+    return "validation" if "validation" in corpus.splits else corpus.splits[0]
+
+
 def corpus_of(subject: Subject, directory: Path | None, verify: bool = False) -> Corpus:
-    """Return the corpus to read with a run's model: the one that was named, or the one that it was trained on."""
+    """Return the corpus to read with a run's model: the one that was named, or the one that it was trained on.
+
+    A text that was named is prepared with the model's tokenizer. So is the source of Python's standard library, for a
+    model that was not trained here.
+    """
+    if directory is not None and directory.is_file():
+        return prepared(subject, directory)
     if directory is not None:
         return checked(directory, verify)
+    if subject.tokenizer is not None:
+        return prepared(subject, None)
     path, state = subject.checkpoint.path, subject.checkpoint.state
     trained = state.folder
     if trained is not None and not Path(trained).is_dir():

@@ -5,6 +5,7 @@
   lengthen eval runs/xpos --protocol nonoverlapping,blockwise      as the LEX paper: blocks of half the training length
   lengthen eval runs/xpos --per-document 4096                      the first 4,096 tokens of each document
   lengthen eval runs/tiny --protocol sliding --stride 1 --lengths 64 --tokens 4096
+  lengthen eval models/bloom-560m --data book.txt                  a folder of Hugging Face (docs/huggingface.md)
   lengthen eval runs/rotary --positions.scaling yarn --positions.factor 8      the method changed after training
 
 Protocols: nonoverlapping (pieces, each read by itself), sliding (windows, the last --stride tokens of each scored),
@@ -41,9 +42,10 @@ OPTIONS = "--positions."  # of whatever name: what a method takes, the method ch
 class Arguments:
     """What `lengthen eval` is told."""
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]  # a run's folder, or one checkpoint's
-    data: Path | None = None  # token shards; none: those that the model was trained on
-    split: str = "validation"  # of the corpus
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run's folder, one checkpoint's, or a model of Hugging Face: its folder, or OWNER/NAME."""
+    data: Path | None = None  # token shards, or a text; none: what the model was trained on, or Python's source
+    split: str | None = None  # of the corpus; none: validation, or all of a text
     lengths: list[int] | None = None  # in tokens; none: 1× to 32× the training length
     protocol: list[Protocol] = field(default_factory=lambda: ["nonoverlapping"])  # how a text is read
     stride: int | None = None  # of sliding; none: half the length
@@ -66,13 +68,15 @@ def parse(words: list[str]) -> Arguments:
 
 def run(arguments: Arguments) -> int:
     """Evaluate, with progress; end with a table and the verdicts."""
-    from lengthen.cli.corpus import corpus_of
-    from lengthen.evaluation import evaluate, open_run, protocol, verdicts
+    from lengthen.cli.corpus import corpus_of, split_of
+    from lengthen.evaluation import evaluate, protocol, verdicts
+    from lengthen.interop.subjects import open_model
     from lengthen.training.parallel import pick_device
 
     device = pick_device(arguments.device)
-    subject = open_run(arguments.run, arguments.checkpoint, device, arguments.positions)
+    subject = open_model(arguments.run, arguments.checkpoint, device, arguments.positions, tell=print)
     corpus = corpus_of(subject, arguments.data, arguments.verify)
+    arguments = replace(arguments, split=split_of(corpus, arguments.split))
     base, longest = subject.model.config.train_length, subject.model.config.longest
     given = arguments.lengths
     lengths = _usual(base, corpus, arguments) if given is None else whole_numbers("--lengths", given)
@@ -99,7 +103,7 @@ def run(arguments: Arguments) -> int:
             subject,
             corpus,
             chosen,
-            split=arguments.split,
+            split=arguments.split or "validation",
             tokens=arguments.tokens,
             precision=arguments.precision,
             tell=lambda one, done, total: progress(f"{one.length:,} {one}", done, total),
@@ -114,7 +118,7 @@ def run(arguments: Arguments) -> int:
 
 def _usual(base: int, corpus: Corpus, arguments: Arguments) -> list[int]:
     """Return the usual lengths, as far as the text goes."""
-    there = len(corpus[arguments.split]) - 1
+    there = len(corpus[arguments.split or "validation"]) - 1
     return [base * times for times in TIMES if base * times <= there] or [base]
 
 
@@ -143,7 +147,8 @@ def describe(subject: Subject, results: list[Result], corpus: Corpus) -> str:
 
     config, first = subject.model.config, results[0]
     changed = ", ".join(f"{name} {value}" for name, value in config.position_options.items())
-    another = "" if corpus.fingerprint == subject.checkpoint.state.data else ", which is not what it was trained on"
+    trained = (subject.checkpoint.state.data or corpus.fingerprint) == corpus.fingerprint  # as far as is known
+    another = "" if trained else ", which is not what it was trained on"
     head = (
         f"\n{subject.checkpoint.path}: {config.positions}{f' ({changed})' if changed else ''}, trained at "
         f"{config.train_length:,}; read in {first.precision} on {first.device}\n"

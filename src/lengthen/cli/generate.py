@@ -46,7 +46,8 @@ CONTEXT = 16  # tokens that are decoded again with the next one: some tokenizers
 class Arguments:
     """What `lengthen generate` is told."""
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]  # a run's folder, or one checkpoint's
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run's folder, one checkpoint's, or a model of Hugging Face: its folder, or OWNER/NAME."""
     prompt: str = ""  # text to continue; empty: begin a document
     stdin: bool = False  # read the prompt from standard input, all of it
     interactive: bool = False  # read prompts from standard input, one per line
@@ -81,12 +82,12 @@ def parse(words: list[str]) -> Arguments:
 
 def run(arguments: Arguments) -> int:
     """Generate from each prompt, as it is given."""
-    from lengthen.evaluation import open_run
+    from lengthen.interop.subjects import open_model
     from lengthen.training.parallel import pick_device
 
     if arguments.stdin + arguments.interactive + bool(arguments.prompt) > 1:
         raise ValueError("--prompt: expected one of --prompt, --stdin and --interactive, got more")
-    subject = open_run(arguments.run, arguments.checkpoint, pick_device(arguments.device), arguments.positions)
+    subject = open_model(arguments.run, arguments.checkpoint, pick_device(arguments.device), arguments.positions)
     tokenizer = tokenizer_of(subject, arguments.data)
     status = 0
     for prompt in prompts(arguments):
@@ -128,8 +129,11 @@ def tokenizer_of(subject: Subject, directory: Path | None) -> Tokenizer:
     """Return the tokenizer that a model was trained with: bytes need no corpus."""
     from lengthen.cli.corpus import open_corpus
     from lengthen.data.tokenizer import Tokenizer
+    from lengthen.interop.subjects import read_tokenizer
 
     state = subject.checkpoint.state
+    if subject.tokenizer is not None and directory is None:
+        return read_tokenizer(subject.tokenizer)
     trained, folder = state.tokenizer, state.folder
     if trained == "bytes" and directory is None:
         return Tokenizer()

@@ -38,6 +38,7 @@ class Subject:
     checkpoint: Checkpoint
     folder: Path
     config: Config  # of the run
+    tokenizer: Path | None = None  # its tokenizer.json, of a model that was not trained here
 
     @cached_property
     def weights(self) -> str:

@@ -1,7 +1,7 @@
-"""The transformer: a stack of pre-norm blocks that is blind to which position method it has.
+"""The transformer: a stack of blocks that is blind to which position method it has.
 
     x = embed(ids)                                  [batch, length, width], with positions added by methods that do so
-    x = x + attention(norm(x));  x = x + feed_forward(norm(x))          in each block
+    x = x + attention(norm(x));  x = x + feed_forward(norm(x))          in each block (`Block` has the other forms)
     logits = norm(x) · outputᵀ
 
 Position enters through one object, the method at the positions of a pass (`at`): it adds itself to the embeddings,
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lengthen.attention import Bidirectional, Causal, Mask, attention
+from lengthen.attention import Bidirectional, Causal, Mask, Window, attention
 from lengthen.attention.biases import Bias, Decay
 from lengthen.attention.cache import Cache, CachedLayer
 from lengthen.attention.checks import can_look
 from lengthen.checks import describe
-from lengthen.config import ModelConfig
+from lengthen.config import GATED, ModelConfig
 from lengthen.model import generation
 from lengthen.model.generation import Prompts
 from lengthen.model.loss import IGNORED, linear_cross_entropy
@@ -50,22 +51,30 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.key_heads, self.head_dim = config.heads, config.key_value_heads, config.head_width
         together = (self.heads + 2 * self.key_heads) * self.head_dim
-        self.qkv = nn.Linear(config.width, together, bias=config.biases)
+        self.qkv = nn.Linear(config.width, together, bias=config.has_bias("qkv"))
+        self.clip = config.clip_qkv
         self.q_norm, self.k_norm = (
             nn.RMSNorm(self.head_dim, eps=config.norm_epsilon) if config.qk_norm else None for _ in range(2)
         )
+        # The op and the caches scale by 1/√head_dim; another scale is that times a factor of the queries.
+        usual = 1 / math.sqrt(self.head_dim)
+        self.q_factor = 1.0 if config.score_scale is None else config.score_scale / usual
         self.op = AttentionOp()
-        self.out = nn.Linear(self.heads * self.head_dim, config.width, bias=config.biases)
+        self.out = nn.Linear(self.heads * self.head_dim, config.width, bias=config.has_bias("out"))
 
     def forward(
         self, x: Tensor, placed: Placed, mask: Mask, layer: CachedLayer | None = None, forget: int = 0
     ) -> Tensor:
         """Return what each token of x `[batch, length, width]` reads from those it sees, a cache's among them."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        if self.clip is not None:
+            qkv = qkv.clamp(-self.clip, self.clip)
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = torch.split(qkv, [self.heads, self.key_heads, self.key_heads], dim=2)
             qkv = torch.cat((self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v), dim=2)
         q, k, v = placed.split(qkv, self.heads, self.key_heads)
+        if self.q_factor != 1:
+            q = q * self.q_factor
         if layer is None:
             read = self.op(q, k, v, bias=placed.bias, decay=placed.decay, mask=mask)
         else:
@@ -79,37 +88,54 @@ class Attention(nn.Module):
             return None
         # ‖x‖ ≤ √d after the norm, times its largest weight; 1/√d is the scale. A rotation changes none of it.
         largest = float(self.q_norm.weight.abs().amax()) * float(self.k_norm.weight.abs().amax())
-        return 1.01 * magnitude**2 * largest * math.sqrt(self.head_dim)  # 1 % for 16-bit rounding
+        return 1.01 * magnitude**2 * largest * math.sqrt(self.head_dim) * self.q_factor  # 1 % for 16-bit rounding
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+}
 
 
 class FeedForward(nn.Module):
-    """Two matrices with GELU or ReLU between them, or SwiGLU: (silu(x·gate) · (x·up)) · down."""
+    """Two matrices with an activation between them, or with a gate: (activation(x·gate) · (x·up)) · down."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.activation = config.activation
-        gated = config.activation == "swiglu"
-        self.up = nn.Linear(config.width, config.hidden_width * (2 if gated else 1), bias=config.biases)
-        self.down = nn.Linear(config.hidden_width, config.width, bias=config.biases)
+        self.activation, self.gated = ACTIVATIONS[config.activation], config.activation in GATED
+        bias = config.has_bias("feed_forward")
+        self.up = nn.Linear(config.width, config.hidden_width * (2 if self.gated else 1), bias=bias)
+        self.down = nn.Linear(config.hidden_width, config.width, bias=bias)
         self.dropout = nn.Dropout(config.activation_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output for x `[…, width]`."""
         hidden = self.up(x)
-        if self.activation == "swiglu":
+        if self.gated:
             gate, hidden = hidden.chunk(2, dim=-1)
-            hidden = F.silu(gate) * hidden
+            hidden = self.activation(gate) * hidden
         else:
-            hidden = F.gelu(hidden, approximate="tanh") if self.activation == "gelu" else F.relu(hidden)
+            hidden = self.activation(hidden)
         return cast(Tensor, self.down(self.dropout(hidden)))
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward layer, each added to what it read."""
+    """Attention and a feed-forward layer, each added to what it read; `config.block` says where is normalised.
+
+    pre        x = x + attention(norm(x));  x = x + feed_forward(norm(x))
+    post       x = norm(x + attention(x));  x = norm(x + feed_forward(x))
+    parallel   x = x + attention(norm(x)) + feed_forward(norm'(x))
+    shared     the same with one norm
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm, self.feed_forward_norm = norm(config), norm(config)
+        self.form = config.block
+        self.attention_norm = norm(config)
+        self.feed_forward_norm = None if config.block == "shared" else norm(config)
         self.attention, self.feed_forward = Attention(config), FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -117,15 +143,21 @@ class Block(nn.Module):
         self, x: Tensor, placed: Placed, mask: Mask, layer: CachedLayer | None = None, forget: int = 0
     ) -> Tensor:
         """Return x `[batch, length, width]` with this block's part added."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), placed, mask, layer, forget))
-        return x + cast(Tensor, self.dropout(self.feed_forward(self.feed_forward_norm(x))))
+        first, second = self.attention_norm, self.feed_forward_norm or self.attention_norm
+        if self.form == "post":
+            x = first(x + self.dropout(self.attention(x, placed, mask, layer, forget))).to(x.dtype)
+            return cast(Tensor, second(x + self.dropout(self.feed_forward(x))).to(x.dtype))
+        normed = first(x)
+        after = x + self.dropout(self.attention(normed, placed, mask, layer, forget))
+        read = normed if self.form == "shared" else second(after if self.form == "pre" else x)
+        return cast(Tensor, after + self.dropout(self.feed_forward(read)))
 
 
 def norm(config: ModelConfig) -> nn.Module:
     """Return a normalisation layer of the kind that the model has."""
     if config.norm == "rms":
         return nn.RMSNorm(config.width, eps=config.norm_epsilon)
-    return nn.LayerNorm(config.width, eps=config.norm_epsilon, bias=config.biases)
+    return nn.LayerNorm(config.width, eps=config.norm_epsilon, bias=config.has_bias("norm"))
 
 
 class Transformer(nn.Module):
@@ -148,9 +180,10 @@ class Transformer(nn.Module):
             raise TypeError(f"config: expected a ModelConfig, got {describe(config)}")
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.embedding_norm = norm(config) if config.embedding_norm else None
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = norm(config)
+        self.norm = nn.Identity() if config.block == "post" else norm(config)  # the last block's is the last then
         self.output = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
         with torch.random.fork_rng(devices=[]):  # models that differ in the method alone start alike, whatever it draws
             self.method = config.position_method()
@@ -175,7 +208,8 @@ class Transformer(nn.Module):
                 parameter.normal_(std=std / math.sqrt(2 * self.config.layers) if into_stream else std)
             else:  # the scales of norms, and biases
                 parameter.fill_(0 if name.endswith("bias") else 1)
-        cast(Tensor, self.norm.weight)[1::2] = -1
+        last = self.blocks[-1].feed_forward_norm if self.config.block == "post" else self.norm
+        cast(Tensor, cast(nn.Module, last).weight)[1::2] = -1
         even, odd = self.embedding.weight[:, 0::2], self.embedding.weight[:, 1::2]
         odd *= even.norm(dim=1, keepdim=True) / odd.norm(dim=1, keepdim=True)
         for module in self.method.modules():
@@ -188,11 +222,17 @@ class Transformer(nn.Module):
         """The output layer, `[vocabulary, width]`: the embedding's own where they are tied."""
         return self.embedding.weight if self.output is None else self.output.weight
 
+    @property
+    def usual_mask(self) -> Mask:
+        """What each token sees, unless a mask is given."""
+        if self.config.kind == "encoder":
+            return Bidirectional()
+        return Causal() if self.config.window is None else Window(self.config.window)
+
     def hidden(self, ids: Tensor, mask: Mask | None = None, document_starts: Tensor | None = None) -> Tensor:
         """Return the last block's output, normalised, `[batch, length, width]`; arguments as for `forward`."""
-        config, length = self.config, ids.shape[1]
-        if mask is None:
-            mask = Causal() if config.kind == "decoder" else Bidirectional()
+        length = ids.shape[1]
+        mask = self.usual_mask if mask is None else mask
         positions = torch.arange(length, device=ids.device)
         if document_starts is not None:
             mask = mask.packed(document_starts)
@@ -228,7 +268,9 @@ class Transformer(nn.Module):
         magnitude = math.prod(float(getattr(part, "magnitude", 1.0)) for part in self.method.modules())
         found = [cast(Block, block).attention.highest_score(magnitude) for block in self.blocks]
         highest = [one for one in found if one is not None]
-        return Cache(self.config.layers, policy, mask, highest=highest or None, **options)
+        return Cache(
+            self.config.layers, policy, self.usual_mask if mask is None else mask, highest=highest or None, **options
+        )
 
     def stream(
         self,
@@ -269,7 +311,7 @@ class Transformer(nn.Module):
             chunk: tokens of prompts that are read at once.
             cache: "full", "window" or "reach" (`lengthen.attention.cache`).
             mode: of "reach": "exact" or "certified".
-            mask: what tokens see; None: `Causal()`.
+            mask: what tokens see; None: `Causal()`, or the model's own window.
             tolerance: as for `attention`.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
@@ -307,7 +349,10 @@ class Transformer(nn.Module):
         if torch.is_autocast_enabled(kind):  # else every block would read and write the stream in 32 bits
             dtype = torch.get_autocast_dtype(kind)
         placed = self.method.at(positions, dtype, two_sided, cached)
-        return self.dropout(placed.embed(x)).to(dtype), placed
+        x = placed.embed(x)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        return self.dropout(x).to(dtype), placed
 
     def _finish(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.norm(x).to(x.dtype))
@@ -333,8 +378,9 @@ class Transformer(nn.Module):
         Args:
             ids: tokens `[batch, length]`, integers below the vocabulary's size.
             targets: what each place should predict, `[batch, length]`; −100 is not scored.
-            mask: what each token sees; None: `Causal()` for a decoder, `Bidirectional()` for an encoder. Evaluation
-                beyond the training length may give `Blockwise(train_length // 2)`.
+            mask: what each token sees; None: `Causal()` for a decoder, or `Window` if the model has one, and
+                `Bidirectional()` for an encoder. Evaluation beyond the training length may give
+                `Blockwise(train_length // 2)`.
             document_starts: `[batch, length]`, where the document of each token starts: documents do not see one
                 another.
 

@@ -26,7 +26,7 @@ from lengthen.positions.method import Placed, PositionMethod, check_positions
 class Rotation(PositionMethod):
     """A rotation of queries and keys; `frequencies` and `magnitude` are for subclasses to change."""
 
-    magnitude = 1.0  # multiplies every rotated query and key
+    magnitude = 1.0  # multiplies every pair that is turned
 
     def __init__(self, *, heads: int, head_dim: int, width: int, base: float, pairs: str) -> None:
         super().__init__(heads=heads, head_dim=head_dim, width=width)
@@ -69,10 +69,14 @@ class Rotation(PositionMethod):
 
     def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin as `turn` takes them."""
-        angle = positions.unsqueeze(-1) * self.frequencies(positions.device)
+        theta = self.frequencies(positions.device)
+        angle = positions.unsqueeze(-1) * theta
         if positions.dim() == 2:
             angle = angle.unsqueeze(1)
-        return (angle.cos() * self.magnitude).to(dtype), (angle.sin() * self.magnitude).to(dtype)
+        cos, sin = angle.cos(), angle.sin()
+        if self.magnitude != 1:  # of pairs that are turned
+            cos, sin = torch.where(theta > 0, cos * self.magnitude, cos), sin * self.magnitude
+        return cos.to(dtype), sin.to(dtype)
 
 
 @dataclass(frozen=True, eq=False)

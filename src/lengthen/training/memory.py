@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from lengthen.config import Config, ModelConfig
+from lengthen.config import GATED, Config, ModelConfig
 from lengthen.training.parallel import World, spread_as
 
 PER_PARAMETER = 16
@@ -58,8 +58,9 @@ def needed_by_activations(config: Config, here: World) -> int:
     """Return the bytes that one pass keeps of the blocks for its backward pass."""
     model, train = config.model, config.train
     narrow = train.precision == "bfloat16" or (train.precision == "auto" and here.device.type == "cuda")
-    kept = 4 * model.width + 2 * model.head_width * (model.heads + model.key_value_heads)
-    kept += model.hidden_width * {"relu": 1, "gelu": 2, "swiglu": 3}[model.activation]
+    kept = {"parallel": 3, "shared": 2}.get(model.block, 4) * model.width
+    kept += 2 * model.head_width * (model.heads + model.key_value_heads)
+    kept += model.hidden_width * (3 if model.activation in GATED else 1 if model.activation == "relu" else 2)
     layer = model.width if train.checkpoint_activations else kept
     rows = -(-train.batch // here.size)
     tokens = min(train.micro_batch or rows, rows) * model.train_length

@@ -1,0 +1,197 @@
+"""Models of `transformers` here: the same logits, with a cache and without, with padding, at several shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from theirs import SIZES, VOCABULARY, configured, make, saved
+from torch import Tensor
+
+import lengthen
+from lengthen import Transformer
+from lengthen.interop.architecture import described
+from lengthen.interop.architectures import ARCHITECTURES, find
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+LLAMA3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 500000.0},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("Llama", {}),
+    ("Llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    ("Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu", "head_dim": 12}),
+    ("Llama", {"hidden_size": 120, "num_attention_heads": 12, "num_key_value_heads": 4, "rope_parameters": YARN}),
+    ("Llama", {"rope_parameters": LLAMA3}),
+    ("Llama", {"rope_parameters": LINEAR}),
+    ("Mistral", {"num_key_value_heads": 4, "sliding_window": 7}),
+    ("Mistral", {"num_key_value_heads": 4, "sliding_window": None}),
+    ("Qwen2", {"num_key_value_heads": 2}),
+    ("Qwen2", {"num_key_value_heads": 8, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}),
+    ("Qwen3", {"num_key_value_heads": 4, "head_dim": 16}),
+    ("Qwen3", {"num_key_value_heads": 8, "head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+    ("GPTNeoX", {}),
+    ("GPTNeoX", {"use_parallel_residual": False, "hidden_act": "gelu_new", "attention_bias": False}),
+    ("GPTNeoX", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 1.0}}),
+    ("GPTNeoX", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}, "tie_word_embeddings": True}),
+    ("GPT2", {}),
+    ("GPT2", {"n_inner": 40, "scale_attn_weights": False, "activation_function": "relu"}),
+    ("GPT2", {"tie_word_embeddings": False}),
+    ("Bloom", {}),
+    ("Bloom", {"hidden_size": 96, "n_head": 12}),
+    ("Bloom", {"hidden_size": 80, "n_head": 20, "tie_word_embeddings": False}),
+    ("Mpt", {}),
+    ("Mpt", {"d_model": 96, "n_heads": 12, "attn_config": {"clip_qkv": 0.5}}),
+    ("Mpt", {"d_model": 80, "n_heads": 20, "attn_config": {"softmax_scale": 0.3}}),
+    ("Falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
+    ("Falcon", {"alibi": True, "multi_query": False, "hidden_size": 96, "num_attention_heads": 12}),
+    ("Falcon", {"alibi": True, "multi_query": False, "hidden_size": 80, "num_attention_heads": 20}),
+    ("Falcon", {}),
+    ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 4, "num_ln_in_parallel_attn": 1, "bias": True}),
+]
+every = pytest.mark.parametrize(("name", "options"), CASES, ids=[f"{n} {', '.join(o)}" for n, o in CASES])
+
+
+def exact_alibi(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """Falcon's bias as its authors meant it: theirs multiplies in bfloat16, whatever the model is in."""
+    slopes = lengthen.alibi_slopes(heads)
+    where = ((mask.cumsum(dim=-1) - 1) * mask)[:, None, :]
+    return (slopes[..., None] * where).reshape(mask.shape[0] * heads, 1, -1).to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.models.falcon.modeling_falcon, "build_alibi_tensor", exact_alibi)
+
+
+@torch.no_grad()
+def logits_of(model: Any, ids: Tensor, **more: Any) -> Tensor:
+    found: Tensor = model(ids, **more).logits
+    return found
+
+
+@torch.no_grad()
+def cached(
+    model: Transformer, ids: Tensor, starts: list[int] | None = None, sizes: tuple[int, ...] = (7, 1, 9)
+) -> Tensor:
+    cache, parts, at = model.cache(starts=starts), [], 0
+    for size in (*sizes, ids.shape[1]):
+        if at < ids.shape[1]:
+            parts.append(model.extend(ids[:, at : at + size], cache))
+        at += size
+    return torch.nn.functional.linear(torch.cat(parts, dim=1), model.output_weight)
+
+
+def compare(ours: Tensor, theirs: Tensor, what: str = "") -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, msg=lambda said: f"{what}: {said}")
+
+
+@every
+@torch.no_grad()
+def test_logits_are_theirs(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    theirs = make(name, **options)
+    ours = lengthen.load(saved(theirs, tmp_path))
+    assert not ours.training
+    assert sum(weight.numel() for weight in ours.parameters()) == ours.config.parameters
+    ids = torch.randint(VOCABULARY, (2, 40))
+    expected = logits_of(theirs, ids)
+    compare(ours(ids), expected, "without a cache")
+    compare(cached(ours, ids), expected, "with a cache")
+
+
+@every
+@torch.no_grad()
+def test_padding_is_not_seen(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    theirs = make(name, **options)
+    ours = lengthen.load(saved(theirs, tmp_path))
+    ids, short = torch.randint(VOCABULARY, (2, 30)), 11
+    for left in (True, False):
+        real = torch.ones_like(ids)
+        real[1, slice(0, short) if left else slice(30 - short, 30)] = 0
+        places = (real.cumsum(-1) - 1).clamp(min=0)
+        more = {} if name in ("Bloom", "Mpt") else {"position_ids": places}
+        expected = logits_of(theirs, ids, attention_mask=real, **more)
+        ends = (torch.tensor([0, short]), None) if left else (None, torch.tensor([30, 30 - short]))
+        found = ours(ids, mask=ours.usual_mask.padded(*ends))
+        compare(found[real.bool()], expected[real.bool()], "left" if left else "right")
+        if left:
+            compare(cached(ours, ids, [0, short])[real.bool()], expected[real.bool()], "left, with a cache")
+
+
+LONG: list[tuple[str, int, dict[str, Any]]] = [
+    ("Llama", 4096, {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16}),
+    ("Llama", 512, {"num_hidden_layers": 1, "rope_parameters": LLAMA3}),
+    ("Mistral", 512, {"num_hidden_layers": 1, "num_key_value_heads": 8, "sliding_window": 100}),
+    ("GPTNeoX", 512, {"num_hidden_layers": 1}),
+    ("GPT2", 512, {"n_layer": 1}),
+    ("Bloom", 512, {"n_layer": 1, "n_head": 4}),
+    ("Bloom", 4096, {"n_layer": 1, "n_head": 2, "hidden_size": 16}),
+    ("Mpt", 512, {"n_layers": 1}),
+    ("Mpt", 4096, {"n_layers": 1, "n_heads": 2, "d_model": 16, "max_seq_len": 4096}),
+    ("Falcon", 512, {"num_hidden_layers": 1, "alibi": True, "multi_query": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "length", "options"), LONG, ids=[f"{name} {n}" for name, n, _ in LONG])
+@torch.no_grad()
+def test_long_texts(tmp_path: Path, name: str, length: int, options: dict[str, Any]) -> None:
+    theirs = make(name, **options)
+    ours, ids = lengthen.load(saved(theirs, tmp_path)), torch.randint(VOCABULARY, (1, length))
+    expected = logits_of(theirs, ids)
+    # Their angles are products in float32, ours in float64: at 4,096 they differ by some 2e-4 radians.
+    within = 5e-4 if (name, length) == ("Llama", 4096) else 1e-4
+    torch.testing.assert_close(ours(ids), expected, rtol=within, atol=within)
+    torch.testing.assert_close(cached(ours, ids, sizes=(length // 2, 3)), expected, rtol=within, atol=within)
+
+
+@pytest.mark.parametrize("heads", [8, 12, 20])
+@torch.no_grad()
+def test_mpts_alibi_bias_max_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
+    """Theirs ignores it; mended, it is the same. (StoryWriter's config: 16, and queries, keys and values clipped.)"""
+    module = transformers.models.mpt.modeling_mpt
+    build = module.build_mpt_alibi_tensor
+    monkeypatch.setattr(module, "build_mpt_alibi_tensor", lambda n, length, most, device: build(n, length, 16, device))
+    attention = {"alibi_bias_max": 16, "clip_qkv": 0.6}
+    theirs = make("Mpt", d_model=8 * heads, n_heads=heads, attn_config=attention, max_seq_len=600)
+    ours, ids = lengthen.load(saved(theirs, tmp_path)), torch.randint(VOCABULARY, (1, 512))
+    compare(ours(ids), logits_of(theirs, ids))
+
+
+@torch.no_grad()
+def test_falcons_own_bias_is_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared above is the bias in float32: theirs, in bfloat16, gives other logits in a float32 model."""
+    monkeypatch.undo()
+    theirs = make("Falcon", alibi=True, multi_query=False, num_hidden_layers=1)
+    ours, ids = lengthen.load(saved(theirs, tmp_path)), torch.randint(VOCABULARY, (1, 512))
+    assert (ours(ids) - logits_of(theirs, ids)).abs().max() > 1e-3
+
+
+# Configs.
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "GPTNeoX", "GPT2", "Bloom", "Mpt", "Falcon"])
+def test_missing_keys_mean_what_they_mean_there(name: str) -> None:
+    """A config.json with sizes alone is the same model as one with all keys written out."""
+    whole = configured(name).to_dict()
+    few = {"model_type": whole["model_type"], "vocab_size": VOCABULARY, **SIZES[name]}
+    if name in ("Qwen2", "Qwen3"):  # whose default is 32 key heads
+        few["num_key_value_heads"] = whole["num_key_value_heads"] = 8
+    architecture = find(few, "config.json")
+    assert described(architecture.read(few, "config.json")) == described(architecture.read(whole, "config.json"))
+    assert architecture.read(few, "").train_length == architecture.read(whole, "").train_length
+
+
+@every
+def test_configs_go_out_as_they_came(name: str, options: dict[str, Any]) -> None:
+    table = configured(name, **options).to_dict()
+    architecture = find(table, "config.json")
+    config = architecture.read(table, "config.json")
+    assert architecture.lacks(config) == []
+    others = [one for one in ARCHITECTURES if one.lacks(config) == []]
+    assert architecture in others
