@@ -8,13 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from lengthen.cli.generate import Text, unescaped
+from lengthen.cli.generate import unescaped
 from lengthen.cli.main import main
-from lengthen.data.tokenizer import Tokenizer, train
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ["--model.layers=1", "--model.width=16", "--model.heads=2", "--model.train_length=16", "--train.batch=4"]
@@ -123,53 +121,6 @@ def test_ctrl_c_ends_with_what_there_is(model: str) -> None:
     lines = told.decode().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("stopped after ")
-
-
-class TestText:
-    def stream(self, ids: list[int], *stops: str, tokenizer: Tokenizer | None = None) -> list[str]:
-        text = Text(tokenizer or Tokenizer(), list(stops))
-        parts = []
-        for token in ids:
-            text.add(token)
-            parts.append(text.take())
-        text.finish()
-        return [*parts, text.take()]
-
-    def test_characters_are_whole(self) -> None:
-        said = "naïve — 漢字 🦉!"
-        parts = self.stream(list(said.encode()))
-        assert "".join(parts) == said
-        assert all("\ufffd" not in part for part in parts)
-        assert parts[3] == "ï"
-
-    def test_bytes_that_are_no_text_are_replaced(self) -> None:
-        ids = [*b"a", 0xFF, 0xC3, *b"b", 0xE2, 0x82]
-        assert "".join(self.stream(ids)) == bytes(ids).decode("utf-8", "replace")
-        long = [0x80, *b"x"] * 200
-        assert "".join(self.stream(long)) == bytes(long).decode("utf-8", "replace")
-
-    def test_long_texts_are_what_they_are_at_once(self) -> None:
-        said = "the whale — 漢字, " * 100
-        assert "".join(self.stream(list(said.encode()))) == said
-
-    def test_stops_across_tokens_are_honoured(self) -> None:
-        assert "".join(self.stream(list(b"one END two"), "END")) == "one "
-        assert "".join(self.stream(list(b"one EN two E"), "END")) == "one EN two E"
-        assert "".join(self.stream(list(b"aab"), "ab")) == "a"
-        assert self.stream(list(b"xEND"), "END", "N") == ["x", "", "E", "", ""]
-        assert "".join(self.stream(list("wal—x".encode()), "—")) == "wal"
-
-    def test_a_bpe_too(self, tmp_path: Path) -> None:
-        said = "the ship, the whale, naïve 漢字; " * 20
-        train([said], 280, tmp_path / "tokenizer.json")
-        tokenizer = Tokenizer(tmp_path / "tokenizer.json", "bpe")
-        parts = self.stream(tokenizer.encode(said), tokenizer=tokenizer)
-        assert "".join(parts) == said
-        assert all("\ufffd" not in part for part in parts)
-        assert "".join(self.stream(tokenizer.encode(said), "whale, na", tokenizer=tokenizer)) == "the ship, the "
-
-    def test_tokens_that_the_tokenizer_has_not_are_left_out(self) -> None:
-        assert "".join(self.stream([97, 300, 98])) == "ab"
 
 
 def test_stops_may_be_escaped() -> None:
