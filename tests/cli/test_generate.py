@@ -15,15 +15,6 @@ from lengthen.cli.generate import unescaped
 from lengthen.cli.main import main
 
 Capture = pytest.CaptureFixture[str]
-SMALL = ["--model.layers=1", "--model.width=16", "--model.heads=2", "--model.train_length=16", "--train.batch=4"]
-SMALL += ["--train.steps=2", "--evaluation.every=0", "--checkpoint.every=0", "--schedule.warmup=1", "--device=cpu"]
-
-
-@pytest.fixture(scope="module")
-def model(data: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    out = tmp_path_factory.mktemp("model") / "run"
-    assert main(["train", "tiny", "--data", data, "--out", str(out), *SMALL]) == 0
-    return str(out)
 
 
 def generate(capsys: Capture, *words: object) -> tuple[str, str]:

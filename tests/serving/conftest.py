@@ -26,10 +26,9 @@ def start() -> Iterator[Start]:
     """Return a function that starts a server of a model."""
     ends: list[Callable[[], None]] = []
 
-    def begin(
-        model: Transformer, *, body: int = 1 << 16, limits: dict[str, int] | None = None, **options: Any
-    ) -> Running:
-        engine = Engine(model, Limits(**(LIMITS | (limits or {}))), options.pop("chunk", 16), **options)
+    def begin(model: Transformer, body: int = 1 << 16, chunk: int = 16, **options: Any) -> Running:
+        limits = LIMITS | {key: options.pop(key) for key in LIMITS if key in options}
+        engine = Engine(model, Limits(**limits), chunk, **options)
         server = Server(application(Service(engine, Tokenizer(), "tiny", body)), engine)
         door = socket.create_server(("127.0.0.1", 0), backlog=512)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [door]}, daemon=True)

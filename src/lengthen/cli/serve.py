@@ -15,6 +15,7 @@ it. It needs starlette and uvicorn (pip install "lengthen[serve]").
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from dataclasses import dataclass, field, replace
@@ -106,7 +107,9 @@ def listening(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=512)
     except OSError as problem:
-        raise OSError(f"--port: cannot listen at {host}:{port}: {problem.strerror or problem}") from None
+        number = problem.errno or 0
+        why = os.strerror(number) if number > 0 else problem.strerror  # negative: of a name that is not known
+        raise OSError(f"--port: cannot listen at {host}:{port}: {why}") from None
 
 
 def limits_of(arguments: Arguments, model: Transformer) -> Limits:
