@@ -117,8 +117,9 @@ def decoded(clock: Clock, sizes: Sizes, logits: Tensor, step: Callable[[Tensor],
 def ours(model: Transformer, ids: Tensor, sizes: Sizes, options: dict[str, Any]) -> Measured:
     """Measure our model with one of our caches."""
     clock = Clock(sizes.device)
-    room = {"room": sizes.context + sizes.steps} if options["policy"] == "full" else {}
-    cache = model.cache(tolerance=TOLERANCE, **options, **room)
+    if options["policy"] == "full":
+        options = {**options, "room": sizes.context + sizes.steps}
+    cache = model.cache(tolerance=TOLERANCE, **options)
     began = clock.now()
     logits = read(model, ids, cache, sizes.chunk)
     prefill = clock.now() - began
@@ -131,7 +132,8 @@ def theirs(model: Any, ids: Tensor, sizes: Sizes) -> Measured:
     """Measure transformers' model with its own cache."""
     from transformers import DynamicCache
 
-    clock, cache = Clock(sizes.device), DynamicCache(config=model.config)
+    clock = Clock(sizes.device)
+    cache: Any = DynamicCache(config=model.config)
 
     def forward(new: Tensor) -> Tensor:
         logits: Tensor = model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1).logits

@@ -13,6 +13,7 @@ import pytest
 
 from lengthen.cli.generate import unescaped
 from lengthen.cli.main import main
+from lengthen.model import memory
 
 Capture = pytest.CaptureFixture[str]
 
@@ -69,6 +70,9 @@ def test_prompts_come_from_standard_input(model: str, capsys: Capture, monkeypat
     plain, _ = generate(capsys, *words, "--prompt", "naïve\n")
     given(monkeypatch, "naïve\n".encode())
     assert generate(capsys, *words, "--stdin")[0] == plain
+    nothing, _ = generate(capsys, *words)
+    given(monkeypatch, b"")
+    assert generate(capsys, *words, "--stdin")[0] == nothing  # a document begins
     line, _ = generate(capsys, *words, "--prompt", "naïve")
     given(monkeypatch, "naïve\n".encode() + b"\xff\n" + "naïve".encode())
     found, told = generate(capsys, *words, "--interactive")
@@ -94,6 +98,23 @@ def test_what_does_not_fit_is_refused(
     given(monkeypatch, text)
     assert main(["generate", model, "--device", "cpu", *words]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--cache", "reach"]])
+def test_a_prompt_longer_than_memory_is_one_line(
+    more: list[str], model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available", lambda device: 100_000)
+    given(monkeypatch, b"x" * 5_000)
+    assert main(["generate", model, "--device", "cpu", "--stdin", *more]) == 1
+    said = capsys.readouterr().err
+    assert "prompts: expected keys and values that fit into memory, got 1 × 5,000 tokens" in said
+    assert said.endswith("--cache reach with --mode certified does not grow\n")
+    assert said.count("\n") == 1
+    given(monkeypatch, b"x" * 5_000)
+    assert (
+        main(["generate", model, "--device", "cpu", "--stdin", "--cache=reach", "--mode=certified", "--tokens=1"]) == 0
+    )
 
 
 def test_ctrl_c_ends_with_what_there_is(model: str) -> None:

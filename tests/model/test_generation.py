@@ -184,6 +184,7 @@ def test_prompts_that_do_not_fit_are_refused_by_name(make: Make) -> None:
     model = make()
     for prompts, message in (
         ([[1], []], r"prompts\[1\]: expected at least one token, got none"),
+        ([[], [1] * 100], r"prompts\[0\]: expected at least one token, got none"),
         ([], "prompts: expected at least one, got none"),
         ([[1, 19]], r"prompts\[0\]: expected tokens 0 … 18, got 19"),
         ([torch.zeros(2, 2)], r"prompts\[0\]: expected integers of one dimension"),
