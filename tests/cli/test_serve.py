@@ -16,7 +16,7 @@ import pytest
 
 from lengthen import ModelConfig, Transformer
 from lengthen.cli.main import main
-from lengthen.cli.serve import Arguments, limits_of
+from lengthen.cli.serve import Arguments, is_loopback, limits_of
 from lengthen.model import memory
 
 Capture = pytest.CaptureFixture[str]
@@ -76,6 +76,14 @@ def test_a_missing_extra_is_one_line(model: str, capsys: Capture, monkeypatch: p
 def test_what_does_not_fit_is_refused(words: list[str], message: str, model: str, capsys: Capture) -> None:
     assert main(["serve", model, "--device", "cpu", *words]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [("127.0.0.1", True), ("127.0.0.2", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)],
+)
+def test_loopback_addresses_are_known(host: str, local: bool) -> None:
+    assert is_loopback(host) == local
 
 
 def test_limits_come_from_flags_the_model_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:

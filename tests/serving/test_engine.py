@@ -97,7 +97,7 @@ def empty(engine: Engine) -> bool:
 def test_each_job_gets_what_it_would_get_alone(positions: str, cache: dict[str, Any]) -> None:
     model = made(positions=positions)
     engine = Engine(model, LIMITS, chunk=16, **cache)
-    jobs = list(asked(24, seed=5))
+    jobs = list(asked(14, seed=5))
     for one in jobs:  # each comes when some of those before it are under way
         engine.submit([one.job])
         one.first.wait(0.005)
@@ -141,6 +141,21 @@ def test_who_leaves_frees_their_room(engine: Engine) -> None:
     assert after.done.wait(20)
     assert waited(lambda: empty(engine))
     assert all(len(one.tokens[0]) < 190 for one in jobs)
+
+
+def test_who_leaves_while_waiting_frees_their_place(model: Transformer) -> None:
+    engine = Engine(model, Limits(context=200, sequences=1, waiting=3))
+    first, waiting = Asked([1], 190), [Asked([2], 190) for _ in range(3)]
+    engine.submit([first.job])
+    assert first.first.wait(20)
+    engine.submit([one.job for one in waiting])
+    with pytest.raises(FullError):
+        engine.submit([Asked([3], 2).job])
+    waiting[2].job.gone = True  # the last in the queue
+    engine.submit([Asked([3], 2).job])
+    with pytest.raises(FullError):
+        engine.submit([Asked([3], 2).job])
+    engine.close()
 
 
 def test_tokens_in_flight_are_bounded(model: Transformer) -> None:

@@ -15,6 +15,7 @@ it. It needs starlette and uvicorn (pip install "lengthen[serve]").
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import sys
@@ -89,9 +90,9 @@ def run(arguments: Arguments) -> int:
             tolerance=arguments.tolerance,
         )
         name = arguments.name or arguments.run.resolve().name
-        local = arguments.host in LOOPBACK
-        app = application(Service(engine, tokenizer, name, arguments.max_body), LOOPBACK if local else None)
-        if not local:
+        names = (*LOOPBACK, arguments.host) if is_loopback(arguments.host) else None
+        app = application(Service(engine, tokenizer, name, arguments.max_body), names)
+        if names is None:
             print(f"--host {arguments.host}: whoever reaches this address can use the model", file=sys.stderr)
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         print(f"serving {name} at http://{host}:{door.getsockname()[1]}; Ctrl-C ends it", flush=True)
@@ -110,6 +111,14 @@ def listening(host: str, port: int) -> socket.socket:
         number = problem.errno or 0
         why = os.strerror(number) if number > 0 else problem.strerror  # negative: of a name that is not known
         raise OSError(f"--port: cannot listen at {host}:{port}: {why}") from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def limits_of(arguments: Arguments, model: Transformer) -> Limits:

@@ -245,7 +245,7 @@ class Guard:
         except ValueError:
             return RefusedError(400, "host: expected a name, got something else")
         if self.names is not None and name not in self.names:
-            return RefusedError(403, f"host: expected {' or '.join(self.names)}, got {host!r}")
+            return RefusedError(403, f"host: expected {' or '.join(dict.fromkeys(self.names))}, got {host!r}")
         if page is not None and page != host:
             return RefusedError(403, f"origin: expected a page of this server or none, got {origin!r}")
         return None

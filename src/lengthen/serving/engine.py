@@ -269,6 +269,7 @@ class Engine:
         with self._changed:
             if self._closed:
                 raise RuntimeError("the engine is closed")
+            self._forget()
             if len(self.waiting) + len(jobs) > self.limits.waiting:
                 raise FullError(f"{len(self.waiting)} prompts wait, and {self.limits.waiting} may; try again later")
             self.waiting.extend(jobs)
@@ -308,19 +309,22 @@ class Engine:
 
     def _admitted(self) -> list[Job]:
         """Return the jobs that there is room for, in the order in which they came."""
+        self._forget()
         found: list[Job] = []
         sequences = sum(batch.sequences for batch in self.batches)
         tokens = sum(batch.tokens for batch in self.batches)
         while self.waiting:
-            job = self.waiting[0]
-            if not job.gone:
-                sequences, tokens = sequences + job.samples, tokens + job.length * job.samples
-                most = self.limits.tokens
-                if sequences > self.limits.sequences or (most is not None and tokens > most):
-                    break
-                found.append(job)
-            self.waiting.popleft()
+            job, most = self.waiting[0], self.limits.tokens
+            sequences, tokens = sequences + job.samples, tokens + job.length * job.samples
+            if sequences > self.limits.sequences or (most is not None and tokens > most):
+                break
+            found.append(self.waiting.popleft())
         return found
+
+    def _forget(self) -> None:
+        """Take jobs that nobody waits for out of the queue."""
+        if any(job.gone for job in self.waiting):
+            self.waiting = deque(job for job in self.waiting if not job.gone)
 
     def _begin(self, jobs: list[Job]) -> None:
         """Make batches of jobs, each of prompts that are at most twice as long as one another."""
