@@ -79,17 +79,26 @@ def parse(words: list[str]) -> Arguments:
 
 def run(arguments: Arguments) -> int:
     """Generate from each prompt, as it is given."""
+    if arguments.stdin + arguments.interactive + bool(arguments.prompt) > 1:
+        raise ValueError("--prompt: expected one of --prompt, --stdin and --interactive, got more")
+    model, tokenizer = opened(
+        arguments.run, arguments.checkpoint, arguments.device, arguments.positions, arguments.data
+    )
+    status = 0
+    for prompt in prompts(arguments):
+        status = write(model, tokenizer, prompt, arguments)
+    return 0 if arguments.interactive else status
+
+
+def opened(
+    run: Path, checkpoint: str, device: str | None, positions: dict[str, Any], data: Path | None
+) -> tuple[Transformer, Tokenizer]:
+    """Return the model that the flags of these names say, and its tokenizer."""
     from lengthen.evaluation import open_run
     from lengthen.training.parallel import pick_device
 
-    if arguments.stdin + arguments.interactive + bool(arguments.prompt) > 1:
-        raise ValueError("--prompt: expected one of --prompt, --stdin and --interactive, got more")
-    subject = open_run(arguments.run, arguments.checkpoint, pick_device(arguments.device), arguments.positions)
-    tokenizer = tokenizer_of(subject, arguments.data)
-    status = 0
-    for prompt in prompts(arguments):
-        status = write(subject.model, tokenizer, prompt, arguments)
-    return 0 if arguments.interactive else status
+    subject = open_run(run, checkpoint, pick_device(device), positions)
+    return subject.model.eval(), tokenizer_of(subject, data)
 
 
 def prompts(arguments: Arguments) -> Iterator[str]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from lengthen.cli import flags
-from lengthen.cli.generate import OPTIONS, mask_of, tokenizer_of
+from lengthen.cli.generate import OPTIONS, mask_of, opened
 from lengthen.cli.progress import amount
 
 if TYPE_CHECKING:
@@ -70,16 +70,15 @@ def parse(words: list[str]) -> Arguments:
 def run(arguments: Arguments) -> int:
     """Serve until a signal comes."""
     from lengthen.checks import whole_number
-    from lengthen.evaluation import open_run
     from lengthen.serving.app import LOOPBACK, Server, Service, application
     from lengthen.serving.engine import Engine
-    from lengthen.training.parallel import pick_device
 
     for name in ("max_sequences", "max_waiting", "max_body", "chunk"):
         whole_number(f"--{name.replace('_', '-')}", getattr(arguments, name), at_least=1)
     with listening(arguments.host, arguments.port) as door:
-        subject = open_run(arguments.run, arguments.checkpoint, pick_device(arguments.device), arguments.positions)
-        tokenizer, model = tokenizer_of(subject, arguments.data), subject.model.eval()
+        model, tokenizer = opened(
+            arguments.run, arguments.checkpoint, arguments.device, arguments.positions, arguments.data
+        )
         engine = Engine(
             model,
             limits_of(arguments, model),
