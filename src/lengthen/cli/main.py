@@ -25,6 +25,7 @@ VERBS = {
     "eval": "measure perplexity at any length, and how far a model can be stretched",
     "analyse": "look inside: resolution, loss by position, reach, attention by distance, induction, recall",
     "generate": "let a model write: text as its tokens come, from a cache of any policy",
+    "serve": "let programs and people use a model: OpenAI's completions interface, and a page",
     "report": "put runs on one page: curves, tables, how each number was made",
 }
 
@@ -37,6 +38,7 @@ NEEDS = {  # what a verb works with, and imports only to run
     "eval": ("lengthen.evaluation",),
     "analyse": ("lengthen.evaluation",),
     "generate": ("lengthen.evaluation",),
+    "serve": ("lengthen.evaluation",),
     "report": ("lengthen.report",),
 }
 
