@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         reach,
     )
     from lengthen.config import ModelConfig
+    from lengthen.interop.accelerate import accelerate, restore
     from lengthen.model import Transformer
 
 __version__ = "0.1.0"
@@ -52,14 +53,21 @@ __all__ = [
     "Transformer",
     "Window",
     "__version__",
+    "accelerate",
     "alibi_slopes",
     "attention",
     "merge",
     "positions",
     "reach",
+    "restore",
 ]
 
-_HOMES = {"ModelConfig": "config", "Transformer": "model"}  # where a name is from, if not from `attention`
+_HOMES = {
+    "ModelConfig": "config",
+    "Transformer": "model",
+    "accelerate": "interop.accelerate",
+    "restore": "interop.accelerate",
+}  # where a name is from, if not from `attention`
 
 
 class _Package(ModuleType):
