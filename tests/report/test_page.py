@@ -83,19 +83,20 @@ def test_every_section_is_there_with_n_and_how_it_was_made(report: Report) -> No
         "reach",
         "distance",
         "induction",
-        "recall",
+        "tasks",
+        "depths",
         "speed",
         "runs",
         "papers",
     ]
     assert [a["id"] for tag, a in page.found if tag == "section"] == names
     assert [a["href"] for tag, a in page.found if tag == "a"][: len(names)] == [f"#{name}" for name in names]
-    assert [a["data-chart"] for tag, a in page.found if tag == "figure"] == names[:8]
+    assert [a["data-chart"] for tag, a in page.found if tag == "figure"] == names[:9]
     captions = re.findall("<figcaption>(.*?)</figcaption>", text)
-    assert len(captions) == 8
+    assert len(captions) == 9
     assert all(caption.startswith("n = ") for caption in captions)
     assert sum(tag == "table" for tag, _ in page.found) == text.count("<div class=scroll")  # each folded, and scrolls
-    for kind, caption in zip(names[1:7], captions[1:7], strict=True):
+    for kind, caption in zip(names[1:6], captions[1:6], strict=True):
         made = (
             f"Made by <code>lengthen analyse RUN --what {kind}</code>: checkpoint step-00002000, data 9f86d081884c7d65"
         )
@@ -161,7 +162,7 @@ def test_without_a_value_at_the_training_length_there_is_no_ratio(one: Callable[
 def test_a_section_without_numbers_is_left_out(tmp_path: Path) -> None:
     page = Elements(html(collect([write(tmp_path / "run", full=False)])))
     assert "perplexity" in {a.get("id") for _, a in page.found}
-    assert not {"resolution", "positions", "reach", "distance", "induction", "recall"} & {
+    assert not {"resolution", "positions", "reach", "distance", "induction", "tasks", "depths"} & {
         a.get("id") for _, a in page.found
     }
 
@@ -235,7 +236,6 @@ def test_no_number_breaks_the_page(tmp_path_factory: Any, values: dict[str, Any]
             {"length": length, "sequences": 9, "first": 1.0, "second": 2.0, "difference": values["loss"]}
             | {"standard_error": values["unigram"], "previous": [values["perplexity"]], "induction": [0.5]}
         ],
-        "recall": [{"distance": length, "accuracy": values["loss"], "trials": 3}],
     }
     for kind, some in rows.items():
         (folder / "analysis" / f"{kind}.json").write_text(json.dumps({"rows": some}))

@@ -7,8 +7,6 @@
   distance     how much of its attention each head spends at which distance
   induction    does it copy n random tokens that it reads a second time, and have its layers the heads for it; --lengths
                are n
-  recall       for a model trained on recall (configs/recall.toml): how often it finds a value at growing distances;
-               --lengths are the distances, and no data is needed
 
 RUN is a run's folder, whose last checkpoint is used, or one checkpoint's folder. Results are written to
 RUN/analysis/NAME.json. docs/analyses.md has the definitions.
@@ -17,7 +15,6 @@ Examples:
   lengthen analyse runs/tiny                                          every analysis that fits the model
   lengthen analyse runs/tiny --data data/python --what resolution --blockwise --lengths 64,256,1024
   lengthen analyse runs/tiny --data data/python --what positions --tokens 65536 --stride 1
-  lengthen analyse runs/recall --what recall --lengths 16,32,64,128,256
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ import tyro
 from lengthen.cli.progress import show_progress
 
 if TYPE_CHECKING:
-    from lengthen.data import Corpus
     from lengthen.evaluation import Subject
 
 OPTIONS = {  # of each analysis, among the arguments
@@ -40,11 +36,9 @@ OPTIONS = {  # of each analysis, among the arguments
     "reach": ("split", "tokens"),
     "distance": ("split", "tokens"),
     "induction": ("split", "tokens", "seed"),
-    "recall": ("trials", "seed"),
 }
-Name = Literal["resolution", "positions", "reach", "distance", "induction", "recall"]
+Name = Literal["resolution", "positions", "reach", "distance", "induction"]
 NAMES: tuple[Name, ...] = get_args(Name)
-USUAL = NAMES[:-1]
 
 
 @dataclass(frozen=True)
@@ -53,7 +47,7 @@ class Arguments:
 
     run_folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]  # a run's folder, or a checkpoint's
     data: Path | None = None  # token shards; none: those that the model was trained on
-    what: list[Name] | None = None  # none: all but recall, and reach for ALiBi alone
+    what: list[Name] | None = None  # none: all, but reach for ALiBi alone
     lengths: list[int] | None = (
         None  # tokens read at once; none: the training length times 1, 2, 4, 8, 16, as far as fit
     )
@@ -62,29 +56,31 @@ class Arguments:
     blockwise: bool = False  # resolution: with blockwise attention too
     block: int | None = None  # its block; none: half the training length
     stride: int | None = None  # positions: of sliding windows; none: the shortest length / 8
-    trials: int = 256  # recall: questions
-    seed: int = 0  # induction, recall: other sequences, other questions
+    seed: int = 0  # induction: other sequences
     device: str | None = None  # cpu, cuda or cuda:1; none: cuda where there is one
     verify: bool = False  # compare every file of the corpus with its checksum, not only those that changed
 
 
 def run(arguments: Arguments) -> int:
     """Analyse, with progress; write the results, and end with short tables."""
+    from lengthen.cli.corpus import corpus_of
     from lengthen.cli.evaluate import whole_numbers
     from lengthen.evaluation import open_run
     from lengthen.evaluation.analyses import ANALYSES, LENGTHS, fitting_lengths, refuse_encoder, write
+    from lengthen.evaluation.runs import refuse_other_tokens
     from lengthen.training.parallel import pick_device
 
     asked = wanted(arguments.what)
     given = whole_numbers("--lengths", arguments.lengths) if arguments.lengths is not None else None
-    for name, least in (("tokens", 1), ("trials", 1), ("block", 1), ("stride", 1), ("seed", 0)):
+    for name, least in (("tokens", 1), ("block", 1), ("stride", 1), ("seed", 0)):
         value = getattr(arguments, name)
         if value is not None and value < least:
             raise ValueError(f"--{name}: expected a whole number of at least {least}, got {value}")
     subject = open_run(arguments.run_folder, device=pick_device(arguments.device))
     refuse_encoder(subject.model)
-    corpus = _corpus(arguments.data, asked, subject, arguments.verify)
-    text = None if corpus is None else corpus[arguments.split]
+    corpus = corpus_of(subject, arguments.data, arguments.verify)
+    refuse_other_tokens(subject, corpus)
+    text = corpus[arguments.split]
     names = _fitting(asked, subject, given, said=arguments.what is not None)
     lengths = {name: fitting_lengths(subject, LENGTHS[name], text, given) for name in names}
     for name in names:
@@ -101,19 +97,7 @@ def run(arguments: Arguments) -> int:
 
 def wanted(given: list[Name] | None) -> list[str]:
     """Return the analyses that are asked for, in the order of NAMES."""
-    return [name for name in NAMES if name in (USUAL if given is None else given)]
-
-
-def _corpus(directory: Path | None, asked: list[str], subject: Subject, verify: bool) -> Corpus | None:
-    """Return the corpus, if an analysis reads one: the one that was named, or the one that the run was trained on."""
-    from lengthen.cli.corpus import corpus_of
-    from lengthen.evaluation.runs import refuse_other_tokens
-
-    if asked == ["recall"]:
-        return None
-    corpus = corpus_of(subject, directory, verify)
-    refuse_other_tokens(subject, corpus)
-    return corpus
+    return [name for name in NAMES if given is None or name in given]
 
 
 def _fitting(asked: list[str], subject: Subject, given: list[int] | None, said: bool) -> list[str]:

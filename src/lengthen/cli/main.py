@@ -22,8 +22,8 @@ VERBS = {
     "demo": "train six methods short, test them long, and show it: a few minutes",
     "prepare": "turn text into token shards",
     "train": "train a model from a preset and token shards",
-    "eval": "measure perplexity at any length, and how far a model can be stretched",
-    "analyse": "look inside: resolution, loss by position, reach, attention by distance, induction, recall",
+    "eval": "measure perplexity at any length, how far a model can be stretched, and what it finds in long texts",
+    "analyse": "look inside: resolution, loss by position, reach, attention by distance, induction",
     "generate": "let a model write: text as its tokens come, from a cache of any policy",
     "report": "put runs on one page: curves, tables, how each number was made",
 }

@@ -11,7 +11,7 @@ from lengthen.checks import describe, whole_number
 from lengthen.io import Table, build, fields, read_json
 
 T = TypeVar("T")
-KINDS = ("resolution", "positions", "reach", "distance", "induction", "recall")
+KINDS = ("resolution", "positions", "reach", "distance", "induction")
 COPYING = ("sequences", "first", "second", "difference", "standard_error")  # of induction, beside weights
 PLACES = ("length", "position", "distance")  # columns of whole numbers
 
@@ -43,9 +43,7 @@ def read_analysis(path: Path, kind: str) -> Analysis:
 
 
 def _flat(kind: str, row: Table) -> Iterator[Table]:
-    if kind == "recall":
-        yield {key: row[key] for key in ("distance", "accuracy", "trials")}
-    elif kind == "induction":  # without a layer: the model's losses
+    if kind == "induction":  # without a layer: the model's losses
         nothing = {"length": row["length"], **dict.fromkeys(("layer", *COPYING, "previous", "induction"))}
         yield nothing | {key: row[key] for key in COPYING}
         for number, (previous, after) in enumerate(zip(row["previous"], row["induction"], strict=True)):

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from lengthen import io
-from lengthen.evaluation.analyses import distance, induction, positions, reach, recall, resolution
+from lengthen.evaluation.analyses import distance, induction, positions, reach, resolution
 from lengthen.evaluation.analyses.shared import Lengths, Row, fitting_lengths, refuse_encoder
 
 ANALYSES: dict[str, ModuleType] = {
@@ -23,9 +23,8 @@ ANALYSES: dict[str, ModuleType] = {
     "reach": reach,
     "distance": distance,
     "induction": induction,
-    "recall": recall,
 }
-LENGTHS = dict.fromkeys(ANALYSES, Lengths()) | {"induction": induction.LENGTHS, "recall": recall.LENGTHS}
+LENGTHS = dict.fromkeys(ANALYSES, Lengths()) | {"induction": induction.LENGTHS}
 
 
 def write(folder: Path, found: Row) -> Path:
@@ -45,7 +44,6 @@ __all__ = [
     "induction",
     "positions",
     "reach",
-    "recall",
     "refuse_encoder",
     "resolution",
     "write",
