@@ -62,7 +62,7 @@ def test_everything_at_once(alibi: Path, data: str, capsys: Capture) -> None:
     said = capsys.readouterr()
     assert said.err == ""
     assert sorted(path.name for path in (alibi / "analysis").iterdir()) == [
-        f"{name}.json" for name in ("distance", "induction", "positions", "reach", "resolution")
+        f"{name}.json" for name in ("distance", "induction", "longppl", "positions", "reach", "resolution")
     ]
     for name in ("resolution", "positions", "reach", "distance", "induction"):
         found = read(alibi, name)
@@ -146,6 +146,22 @@ def test_induction_by_seed_and_length(alibi: Path, data: str) -> None:
     text = Corpus.open(data)["validation"]
     longer = [len(text) + 1]  # it is not read from the text
     assert analyses.fitting_lengths(open_run(alibi), analyses.LENGTHS["induction"], text, longer) == longer
+
+
+def test_longppl_with_a_judge(alibi: Path, learned: Path, data: str, tmp_path: Path, capsys: Capture) -> None:
+    words = ("--what", "longppl", "--lengths", "12,16", "--tokens", 64, "--short", 4, "--alpha", -9, "--beta", -99)
+    assert run(alibi, *words) == 0
+    alone = read(alibi, "longppl")
+    assert (alone["short"], alone["stride"], alone["alpha"], alone["beta"], alone["judge"]) == (4, 1, -9, -99, None)
+    for row in alone["rows"]:  # whatever is chosen by such thresholds is all there is
+        assert row["key_tokens"] == row["candidates"]
+        assert row["long_ppl"] == pytest.approx(row["perplexity"])
+    assert "LongPPL: key tokens chosen by the model itself, LSD > -9 beyond 4 tokens" in capsys.readouterr().out
+    assert run(alibi, *words, "--judge", learned, "--alpha", 0) == 0
+    judged = read(alibi, "longppl")
+    assert judged["judge"] == open_run(learned).weights
+    assert [row["perplexity"] for row in judged["rows"]] == [row["perplexity"] for row in alone["rows"]]
+    assert [row["key_tokens"] for row in judged["rows"]] != [row["key_tokens"] for row in alone["rows"]]
 
 
 def test_the_usual_lengths_are_those_that_fit(alibi: Path, learned: Path, data: str) -> None:

@@ -104,6 +104,11 @@ def analyses(positions: str) -> dict[str, dict[str, Any]]:
             }
             for i, n in enumerate((32, 64, 128))
         ],
+        "longppl": [
+            {"length": n, "candidates": 900, "key_tokens": 40, "long_ppl": 2.0 + slope * i, "standard_error": 0.1}
+            | {"soft_long_ppl": 4.0, "perplexity": 5.0}
+            for i, n in enumerate((64, 128, 256))
+        ],
     }
     made: dict[str, dict[str, Any]] = {kind: {"kind": kind, **about, "rows": rows[kind]} for kind in rows}
     made["induction"] |= {"device": "cpu", "precision": "float32", "version": "0.1.0"}  # others' files are older

@@ -20,7 +20,7 @@ from lengthen.report.tasks import newest
 def test_everything_of_a_run_is_read(report: Report) -> None:
     run = report.runs[0]
     assert (run.label, run.positions, run.train_length, run.model["layers"]) == ("alibi", "alibi", 64, 4)
-    assert set(run.analyses) == {"resolution", "positions", "reach", "distance", "induction"}
+    assert set(run.analyses) == {"resolution", "positions", "reach", "distance", "induction", "longppl"}
     assert [curve.label for curve in report.curves][:2] == ["alibi", "alibi · blockwise 32"]
     assert [one.length for one in report.curves[0].records] == list(LENGTHS)
 

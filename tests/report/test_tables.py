@@ -39,7 +39,7 @@ def analysis(run: Path, kind: str) -> dict[str, Any]:
 
 def test_evaluations_are_those_of_the_files(report: Report, runs: list[Path], tmp_path: Path) -> None:
     paths = write_csv(report, tmp_path / "csv")
-    names = ["evaluation", "resolution", "positions", "curse", "reach", "distance", "induction", "tasks"]
+    names = ["evaluation", "resolution", "positions", "curse", "reach", "distance", "induction", "longppl", "tasks"]
     names.append("differences")
     assert [path.name for path in paths] == [f"{name}.csv" for name in names]
     rows = iter(read(paths[0]))
@@ -93,6 +93,8 @@ def test_analyses_are_those_of_the_files(report: Report, runs: list[Path], tmp_p
     for key in ("previous", "induction"):
         layers = [float(row[key]) for row in read(tmp_path / "induction.csv") if row["layer"]]
         assert layers == [value for row in rows["induction"] for value in row[key]]
+    for key in ("length", "long_ppl", "standard_error", "soft_long_ppl", "key_tokens"):
+        assert numbers("longppl", key) == [row[key] for row in rows["longppl"]]
     curse = read(tmp_path / "curse.csv")
     assert [float(row["from_curse"]) for row in curse] == [0.15] * len(runs)
 

@@ -5,6 +5,7 @@
                tokens' curse fading
   reach        ALiBi: how many keys back each head must look, and the share of the score matrix that is
   distance     how much of its attention each head spends at which distance
+  longppl      perplexity over the tokens that a long context helps to predict; --judge is a run that chooses them
   induction    does it copy n random tokens that it reads a second time, and have its layers the heads for it; --lengths
                are n
 
@@ -36,8 +37,9 @@ OPTIONS = {  # of each analysis, among the arguments
     "reach": ("split", "tokens"),
     "distance": ("split", "tokens"),
     "induction": ("split", "tokens", "seed"),
+    "longppl": ("split", "tokens", "stride", "short", "alpha", "beta"),
 }
-Name = Literal["resolution", "positions", "reach", "distance", "induction"]
+Name = Literal["resolution", "positions", "reach", "distance", "induction", "longppl"]
 NAMES: tuple[Name, ...] = get_args(Name)
 
 
@@ -55,7 +57,11 @@ class Arguments:
     split: str = "validation"  # of the corpus
     blockwise: bool = False  # resolution: with blockwise attention too
     block: int | None = None  # its block; none: half the training length
-    stride: int | None = None  # positions: of sliding windows; none: the shortest length / 8
+    stride: int | None = None  # positions, longppl: of sliding windows; none: the shortest length / 8, short / 8
+    short: int | None = None  # longppl: tokens of the short context; none: the training length / 8
+    alpha: float = 2.0  # longppl: nats by which the long context must lower a key token's loss
+    beta: float = -2.0  # longppl: the log likelihood that a key token must have with the long context
+    judge: Path | None = None  # longppl: the run whose model chooses the key tokens; none: the model itself
     seed: int = 0  # induction: other sequences
     device: str | None = None  # cpu, cuda or cuda:1; none: cuda where there is one
     verify: bool = False  # compare every file of the corpus with its checksum, not only those that changed
@@ -72,7 +78,7 @@ def run(arguments: Arguments) -> int:
 
     asked = wanted(arguments.what)
     given = whole_numbers("--lengths", arguments.lengths) if arguments.lengths is not None else None
-    for name, least in (("tokens", 1), ("block", 1), ("stride", 1), ("seed", 0)):
+    for name, least in (("tokens", 1), ("block", 1), ("stride", 1), ("short", 1), ("seed", 0)):
         value = getattr(arguments, name)
         if value is not None and value < least:
             raise ValueError(f"--{name}: expected a whole number of at least {least}, got {value}")
@@ -81,10 +87,15 @@ def run(arguments: Arguments) -> int:
     corpus = corpus_of(subject, arguments.data, arguments.verify)
     refuse_other_tokens(subject, corpus)
     text = corpus[arguments.split]
+    judge = None if arguments.judge is None else open_run(arguments.judge, device=pick_device(arguments.device))
+    if judge is not None:
+        refuse_encoder(judge.model)
+        refuse_other_tokens(judge, corpus)
     names = _fitting(asked, subject, given, said=arguments.what is not None)
     lengths = {name: fitting_lengths(subject, LENGTHS[name], text, given) for name in names}
     for name in names:
         options = {option: getattr(arguments, option) for option in OPTIONS[name]}
+        options |= {"judge": judge} if name == "longppl" else {}
         with show_progress(unit="tokens") as progress:
             found = ANALYSES[name].analyse(subject, corpus, lengths[name], progress=progress, **options)
         path = write(subject.folder, found)
@@ -102,7 +113,7 @@ def wanted(given: list[Name] | None) -> list[str]:
 
 def _fitting(asked: list[str], subject: Subject, given: list[int] | None, said: bool) -> list[str]:
     """Refuse an analysis that the model has nothing for; if it was not asked for by name, leave it out."""
-    from lengthen.evaluation.analyses import LENGTHS, reach
+    from lengthen.evaluation.analyses import LENGTHS, longppl, reach
 
     if said:
         if "reach" in asked:
@@ -110,4 +121,6 @@ def _fitting(asked: list[str], subject: Subject, given: list[int] | None, said: 
         return asked
     longest, read = subject.model.config.longest, LENGTHS["induction"].read(max(given or [0]))
     fits = {"reach": reach.bounded(subject.model), "induction": longest is None or read <= longest}
+    if given is not None:
+        fits["longppl"] = min(given) > longppl.usual_short(subject.model)
     return [name for name in asked if fits.get(name, True)]

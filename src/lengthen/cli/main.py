@@ -23,7 +23,7 @@ VERBS = {
     "prepare": "turn text into token shards",
     "train": "train a model from a preset and token shards",
     "eval": "measure perplexity at any length, how far a model can be stretched, and what it finds in long texts",
-    "analyse": "look inside: resolution, loss by position, reach, attention by distance, induction",
+    "analyse": "look inside: resolution, loss by position, reach, attention by distance, induction, LongPPL",
     "generate": "let a model write: text as its tokens come, from a cache of any policy",
     "report": "put runs on one page: curves, tables, how each number was made",
 }

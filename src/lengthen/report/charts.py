@@ -45,9 +45,11 @@ ANALYSED = (
     ("resolution", "length", "resolution"),
     ("positions", "position", "loss"),
     ("induction", "length", "difference"),
+    ("longppl", "length", "long_ppl"),
 )
 TITLES = {
     **{"resolution": "resolution", "positions": "loss, nats per token"},
+    **{"longppl": "perplexity over key tokens"},
     **{"induction": "loss of the copy less that of the first half, nats per token"},
 }
 AXES = {

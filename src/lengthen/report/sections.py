@@ -125,6 +125,8 @@ def count(report: Report, name: str) -> str:
     if name == "induction":
         sequences = _few(shown(row["sequences"]) for row in found if row["layer"] is None)
         return f"n = {sequences} sequences per point. {bars}."
+    if name == "longppl":
+        return f"n = {_few(shown(row['key_tokens']) for row in found)} key tokens per point. {bars}."
     if name == "positions":
         return f"n = {shown(sum(row['count'] or 0 for row in found))} tokens in all; one run per curve."
     if name == "resolution":

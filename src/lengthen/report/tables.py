@@ -17,7 +17,7 @@ from lengthen.evaluation.errors import Difference
 from lengthen.io import Table, write_bytes
 from lengthen.report.collect import Curve, Measurement, Report, Run, paired
 
-NAMES = ("evaluation", "resolution", "positions", "curse", "reach", "distance", "induction", "tasks")
+NAMES = ("evaluation", "resolution", "positions", "curse", "reach", "distance", "induction", "longppl", "tasks")
 FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # what a cell begins with that spreadsheets calculate
 CURSE = ("short", "long", "gain", "from_context", "from_curse")
 

@@ -36,6 +36,12 @@ ABOUT = {
         "a head that attends to the token before, and in a later layer one that attends to the token after an earlier "
         "occurrence; the table has the strongest of each layer.",
     ),
+    "longppl": (
+        "LongPPL",
+        "Perplexity over key tokens: those whose likelihood a long context raises by e² or more above that with a "
+        "short one, and to e⁻² at least (Fang et al., 2024), chosen by the model itself or by a judge. Curves can be "
+        "compared if one judge chose for all of them.",
+    ),
     "tasks": (
         "Tasks by length",
         "How many questions with an exact answer a model answers, by the length of the text that holds what is asked "

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from lengthen import io
-from lengthen.evaluation.analyses import distance, induction, positions, reach, resolution
+from lengthen.evaluation.analyses import distance, induction, longppl, positions, reach, resolution
 from lengthen.evaluation.analyses.shared import Lengths, Row, fitting_lengths, refuse_encoder
 
 ANALYSES: dict[str, ModuleType] = {
@@ -23,6 +23,7 @@ ANALYSES: dict[str, ModuleType] = {
     "reach": reach,
     "distance": distance,
     "induction": induction,
+    "longppl": longppl,
 }
 LENGTHS = dict.fromkeys(ANALYSES, Lengths()) | {"induction": induction.LENGTHS}
 
@@ -42,6 +43,7 @@ __all__ = [
     "distance",
     "fitting_lengths",
     "induction",
+    "longppl",
     "positions",
     "reach",
     "refuse_encoder",
