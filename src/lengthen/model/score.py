@@ -129,23 +129,21 @@ def losses(
     return found.double()
 
 
-def likeliest(
+def logits_at(
     model: Model, ids: Tensor, where: Tensor, mask: Mask | None = None, precision: torch.dtype | None = None
 ) -> Tensor:
-    """Return the likeliest next token at each of the places `where` `[rows, length]`, row by row: `[places]`.
+    """Return the logits at each of the places `where` `[rows, length]`, row by row: `[places, vocabulary]`.
 
-    Of a `Transformer` only these places' logits are computed.
+    Of a `Transformer` only these are computed.
     """
     device, hidden = device_of(model), getattr(model, "hidden", None)
     if mask is not None and hidden is None:
         raise TypeError(f"model: expected one with a method `hidden` that takes a mask, got {describe(model)}")
     with evaluating(model), autocast(device, precision or usual_precision(device)):
         if hidden is not None:
-            logits = F.linear(hidden(ids.to(device), mask)[where.to(device)], model.output_weight)  # type: ignore[attr-defined]
-        else:
-            found = model(ids.to(device))
-            logits = _checked(getattr(found, "logits", found), ids)[where.to(device)]
-    return logits.argmax(dim=-1).cpu()
+            return F.linear(hidden(ids.to(device), mask)[where.to(device)], model.output_weight)  # type: ignore[attr-defined]
+        found = model(ids.to(device))
+        return _checked(getattr(found, "logits", found), ids)[where.to(device)]
 
 
 def _from_logits(found: Any, targets: Tensor) -> Tensor:

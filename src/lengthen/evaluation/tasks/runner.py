@@ -25,7 +25,7 @@ from lengthen.evaluation.tasks import results
 from lengthen.evaluation.tasks.registry import TASKS
 from lengthen.evaluation.tasks.results import Asked, TaskResult
 from lengthen.evaluation.tasks.sample import Haystack, Sample
-from lengthen.model.score import BATCH_TOKENS, Model, device_of, likeliest, precision_of, usual_precision
+from lengthen.model.score import BATCH_TOKENS, Model, device_of, logits_at, precision_of, usual_precision
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SAMPLES = 100
@@ -53,7 +53,8 @@ def answered(
             where = torch.zeros_like(ids, dtype=torch.bool)
             for row, one in enumerate(here):
                 where[row, len(one.prompt) :] = True
-            right = (likeliest(model, ids[:, :-1], where[:, 1:], mask, precision) == ids[where]).tolist()
+            likeliest = logits_at(model, ids[:, :-1], where[:, 1:], mask, precision).argmax(dim=-1).cpu()
+            right = (likeliest == ids[where]).tolist()
             for one in here:
                 found.append(right[: len(one.answer)])
                 del right[: len(one.answer)]

@@ -1,0 +1,1 @@
+"""Models and tools of others."""
