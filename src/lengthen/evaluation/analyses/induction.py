@@ -38,8 +38,8 @@ from lengthen.evaluation.analyses.shared import (
     silent,
 )
 from lengthen.evaluation.capture import CHUNK_SCORES, Call, each_layer
-from lengthen.evaluation.recall import Draws
 from lengthen.evaluation.runs import Subject
+from lengthen.evaluation.tasks.sample import Draws
 from lengthen.model import Transformer
 from lengthen.model.loss import linear_cross_entropy
 
