@@ -67,7 +67,7 @@ def panel(
     )
     y = alt.Y("value:Q", title=label).scale(type="log", domain=domain).axis(format=form, tickCount=5)
     colour = alt.Color("name:N").scale(domain=names, range=colours).legend(None)
-    base = alt.Chart(alt.Data(values=rows), title=title, width=330, height=260)
+    base = alt.Chart(alt.InlineData(values=rows), title=title, width=330, height=260)
     lines = base.mark_line(point=alt.OverlayMarkDef(size=36), strokeWidth=2).encode(x, y, colour)
     ends = base.transform_filter(alt.datum.length == last)
     marks = ends.mark_text(align="left", baseline="line-bottom", dx=8, dy=6, fontSize=12).encode(
@@ -85,7 +85,7 @@ def figure() -> Any:
         [blue, red, grey],
     )
     perplexity = panel(
-        *(perplexities(), "Trained at 512 tokens, read at more", "perplexity", "d", [40, 400]),
+        *(perplexities(), "Trained at 512 tokens, read at more", "perplexity", "d", [40.0, 400.0]),
         *([*METHODS.values()], [blue, green, grey, red]),
     )
     return alt.hconcat(speed, perplexity, spacing=110).resolve_scale(color="independent").configure(**STYLE)
