@@ -53,7 +53,7 @@ def config(method: str, steps: int) -> dict[str, Any]:
         },
         "train": {"steps": steps, "batch": BATCH},
         "optimizer": {"lr": 3e-3},
-        "schedule": {"shape": "trapezoid", "warmup": min(50, steps), "decay_share": 0.3},
+        "schedule": {"shape": "trapezoid", "warmup": min(50, steps), "decay_fraction": 0.3},
         "evaluation": {"every": 0},
         "checkpoint": {"every": steps},
     }

@@ -108,9 +108,9 @@ def test_everything_at_once(alibi: Path, data: str, capsys: Capture) -> None:
         assert [len(row["reach"]), len(row["reach"][0])] == [2, 2]
         for layer in range(2):
             for head in range(2):
-                share = row["reach"][layer][head] / ((row["length"] + 1) / 2)
-                assert row["share"][layer][head] == pytest.approx(share)
-                assert 0 < share <= 1
+                fraction = row["reach"][layer][head] / ((row["length"] + 1) / 2)
+                assert row["fraction"][layer][head] == pytest.approx(fraction)
+                assert 0 < fraction <= 1
     row = read(alibi, "distance")["rows"][1]
     assert row["distances"] == [0, 1, 2, 4, 8, 16, 32]
     for heads in row["weight"]:

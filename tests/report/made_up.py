@@ -82,7 +82,8 @@ def analyses(positions: str) -> dict[str, dict[str, Any]]:
             for n in (64, 1024)
         ],
         "reach": [
-            {"length": n, "reach": heads, "share": [[min(1, r / n) for r in row] for row in heads]} for n in (256, 1024)
+            {"length": n, "reach": heads, "fraction": [[min(1, r / n) for r in row] for row in heads]}
+            for n in (256, 1024)
         ],
         "distance": [
             {

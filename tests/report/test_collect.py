@@ -177,10 +177,10 @@ def test_analyses_that_are_not_what_they_should_be_are_named(tmp_path: Path) -> 
         ('{"rows": 3}', "rows: expected a list"),
         ('{"rows": [3]}', r"rows\[0\]: expected a table"),
         ('{"rows": [{"length": 3}]}', "row 1: expected what `lengthen analyse --what reach` writes, got KeyError"),
-        ('{"rows": [{"length": "3", "reach": [[1]], "share": [[1]]}]}', "length: expected a whole number, got '3'"),
-        ('{"rows": [{"length": 3, "reach": [["a"]], "share": [[1]]}]}', "reach: expected a number, got 'a'"),
-        ('{"rows": [{"length": 3, "reach": [1], "share": [1]}]}', "row 1: expected what"),
-        ('{"rows": [{"length": 3, "reach": [[1, 2]], "share": [[1]]}]}', "shorter"),
+        ('{"rows": [{"length": "3", "reach": [[1]], "fraction": [[1]]}]}', "length: expected a whole number, got '3'"),
+        ('{"rows": [{"length": 3, "reach": [["a"]], "fraction": [[1]]}]}', "reach: expected a number, got 'a'"),
+        ('{"rows": [{"length": 3, "reach": [1], "fraction": [1]}]}', "row 1: expected what"),
+        ('{"rows": [{"length": 3, "reach": [[1, 2]], "fraction": [[1]]}]}', "shorter"),
     ):
         path.write_text(text)
         with pytest.raises((TypeError, ValueError), match=f"reach.json.*{said}"):

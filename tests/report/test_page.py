@@ -231,7 +231,7 @@ def test_no_number_breaks_the_page(tmp_path_factory: Any, values: dict[str, Any]
             {"length": length, "blockwise": False, "block": None, "resolution": values["loss"], "layers": [0.5]}
         ],
         "positions": [{"length": length, "positions": [length], "loss": [values["loss"]], "count": [3]}],
-        "reach": [{"length": length, "reach": [[values["loss"]]], "share": [[values["unigram"]]]}],
+        "reach": [{"length": length, "reach": [[values["loss"]]], "fraction": [[values["unigram"]]]}],
         "distance": [{"length": length, "distances": [0], "weight": [[[values["loss"]]]]}],
         "induction": [
             {"length": length, "sequences": 9, "first": 1.0, "second": 2.0, "difference": values["loss"]}

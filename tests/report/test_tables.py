@@ -80,7 +80,7 @@ def test_analyses_are_those_of_the_files(report: Report, runs: list[Path], tmp_p
     ]
     assert numbers("positions", "loss") == [value for row in rows["positions"] for value in row["loss"]]
     assert numbers("positions", "position") == [value for row in rows["positions"] for value in row["positions"]]
-    for key in ("reach", "share"):
+    for key in ("reach", "fraction"):
         assert numbers("reach", key) == [value for row in rows["reach"] for heads in row[key] for value in heads]
     assert numbers("distance", "weight") == [
         value for row in rows["distance"] for heads in row["weight"] for weights in heads for value in weights

@@ -3,7 +3,7 @@
   resolution   R(s), how well the scores tell near from far, for each layer and the model; --blockwise beside it
   positions    loss by position in the window, and how much of what long inputs gain is context, how much the early
                tokens' curse fading
-  reach        ALiBi: how many keys back each head must look, and the share of the score matrix that is
+  reach        ALiBi: how many keys back each head must look, and the fraction of the score matrix that is
   distance     how much of its attention each head spends at which distance
   longppl      perplexity over the tokens that a long context helps to predict; --judge is a run that chooses them
   induction    does it copy n random tokens that it reads a second time, and have its layers the heads for it; --lengths

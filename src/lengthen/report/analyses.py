@@ -59,9 +59,9 @@ def _flat(kind: str, row: Table) -> Iterator[Table]:
         for position, loss, count in zip(row["positions"], row["loss"], row["count"], strict=True):
             yield {"length": row["length"], "position": position, "loss": loss, "count": count}
     elif kind == "reach":
-        for layer, heads in enumerate(zip(row["reach"], row["share"], strict=True)):
-            for head, (reach, share) in enumerate(zip(*heads, strict=True)):
-                yield {"length": row["length"], "layer": layer, "head": head, "reach": reach, "share": share}
+        for layer, heads in enumerate(zip(row["reach"], row["fraction"], strict=True)):
+            for head, (reach, fraction) in enumerate(zip(*heads, strict=True)):
+                yield {"length": row["length"], "layer": layer, "head": head, "reach": reach, "fraction": fraction}
     else:
         for layer, heads in enumerate(row["weight"]):
             for head, weights in enumerate(heads):

@@ -258,7 +258,7 @@ def _paper_resolution() -> list[Row]:
 
 def _maps(report: Report, kind: str, width: Any) -> list[Any]:
     """Return a panel per run, at the longest length that was analysed."""
-    shade = "share" if kind == "reach" else "weight"
+    shade = "fraction" if kind == "reach" else "weight"
     cells: dict[str, list[Row]] = {}
     for run in report.runs:
         longest = max((one["length"] for one in run.rows(kind)), default=0)

@@ -2,7 +2,7 @@
 
     weights, gradients and AdamW's two moments, in float32            16 bytes a parameter
     what the backward pass needs of the forward, a token and layer    inputs of norms, matrices and activations
-    ids and targets of a step                                         16 bytes a token
+    ids and targets of a step                                         16 bytes per token
 
 Shards divide the first over processes. It is a lower bound: what it refuses cannot fit, and what it lets through may
 still not.
