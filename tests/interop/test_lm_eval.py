@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("lm_eval", reason='lm_eval is not installed: pip install "lengthen[lm-eval]"')
+pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install lm-eval")
 
 from lm_eval.api.instance import Instance
 

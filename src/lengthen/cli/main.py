@@ -138,7 +138,9 @@ def _run(verb: str, words: list[str]) -> int:
         try:
             from lengthen.cli import flags
         except ImportError as problem:
-            raise ImportError(f'{problem}; the command line needs pip install "lengthen[cli,train]"') from None
+            raise ImportError(
+                f"{problem}; the command line needs pip install rich tyro numpy safetensors tokenizers"
+            ) from None
         module = importlib.import_module(f"lengthen.cli.{MODULES.get(verb, verb)}")
     read = getattr(module, "parse", None)
     arguments = read(words) if read else flags.parse(module.Arguments, words, verb, module.__doc__ or "")

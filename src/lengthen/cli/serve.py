@@ -10,7 +10,7 @@ Requests that are there together are decoded together, and each gets what it wou
 is refused with the limit that it met. A client that leaves frees its place. docs/generation.md has the parameters.
 
 It listens to this machine alone unless --host names another address. There is no password: whoever reaches it can use
-it. It needs starlette and uvicorn (pip install "lengthen[serve]").
+it. It needs starlette and uvicorn (pip install starlette uvicorn).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as problem:
-    raise ImportError(f'lm_eval is needed: pip install "lengthen[lm-eval]" ({problem})') from None
+    raise ImportError(f"lm_eval is needed: pip install lm-eval ({problem})") from None
 
 NEW_TOKENS = 256  # that are generated at most, where a task does not say
 OPTIONS = "positions."  # of the position method, among the arguments

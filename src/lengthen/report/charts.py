@@ -16,7 +16,7 @@ try:
     import altair as alt
     import vl_convert  # noqa: F401 (the page and the files are made by it)
 except ImportError:
-    raise ImportError('charts need altair and vl-convert: pip install "lengthen[report]"') from None
+    raise ImportError("charts need altair and vl-convert: pip install altair vl-convert-python") from None
 
 from lengthen.report import papers
 from lengthen.report.collect import Report, Run, finite

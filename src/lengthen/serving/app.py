@@ -31,7 +31,7 @@ try:
     from starlette.responses import HTMLResponse, JSONResponse, Response
     from starlette.routing import Route
 except ImportError as problem:
-    raise ImportError(f'the server needs starlette and uvicorn: pip install "lengthen[serve]" ({problem})') from None
+    raise ImportError(f"the server needs starlette and uvicorn: pip install starlette uvicorn ({problem})") from None
 
 from lengthen.data.tokenizer import Tokenizer
 from lengthen.serving.answer import Answer, Choice, Piece

@@ -69,7 +69,7 @@ class TensorBoard(Watcher):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ImportError(
-                'log.tensorboard: expected the tensorboard package, got none; pip install "lengthen[tensorboard]"'
+                "log.tensorboard: expected the tensorboard package, got none; pip install tensorboard"
             ) from None
         self.writer = SummaryWriter(str(folder))
 
