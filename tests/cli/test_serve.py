@@ -30,7 +30,7 @@ def test_it_serves_until_ctrl_c_also_in_the_middle_of_an_answer(model: str) -> N
         said = process.stdout.readline().decode()
         assert said.startswith("serving it at http://127.0.0.1:")
         connection = HTTPConnection("127.0.0.1", int(said.partition(";")[0].rpartition(":")[2]), timeout=30)
-        body = json.dumps({"prompt": "the", "max_tokens": 16_000, "stream": True})
+        body = json.dumps({"prompt": "the", "max_tokens": 16_000, "temperature": 0, "stream": True})
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         answer = connection.getresponse()
         assert answer.read(6) == b"data: "
