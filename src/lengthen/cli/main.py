@@ -26,6 +26,7 @@ VERBS = {
     "analyse": "look inside: resolution, loss by position, reach, attention by distance, induction, recall",
     "generate": "let a model write: text as its tokens come, from a cache of any policy",
     "report": "put runs on one page: curves, tables, how each number was made",
+    "export": "write a model as a folder that Hugging Face's transformers opens",
 }
 
 MODULES = {"eval": "evaluate"}  # where a verb's name would hide one of Python's own
@@ -38,6 +39,7 @@ NEEDS = {  # what a verb works with, and imports only to run
     "analyse": ("lengthen.evaluation",),
     "generate": ("lengthen.evaluation",),
     "report": ("lengthen.report",),
+    "export": ("lengthen.interop.export",),
 }
 
 STOPPED = "lengthen: stopped"
