@@ -27,6 +27,7 @@ VERBS = {
     "generate": "let a model write: text as its tokens come, from a cache of any policy",
     "serve": "let programs and people use a model: OpenAI's completions interface, and a page",
     "report": "put runs on one page: curves, tables, how each number was made",
+    "export": "write a model as a folder that Hugging Face's transformers opens",
 }
 
 MODULES = {"eval": "evaluate"}  # where a verb's name would hide one of Python's own
@@ -40,6 +41,7 @@ NEEDS = {  # what a verb works with, and imports only to run
     "generate": ("lengthen.evaluation",),
     "serve": ("lengthen.evaluation",),
     "report": ("lengthen.report",),
+    "export": ("lengthen.interop.export",),
 }
 
 STOPPED = "lengthen: stopped"

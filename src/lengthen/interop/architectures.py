@@ -16,7 +16,7 @@ from lengthen.interop.own import Own
 
 # In the order in which one is looked for that can hold a model of ours.
 ARCHITECTURES: tuple[Architecture, ...] = (
-    *(Bloom(), MPT(), Falcon(), Llama(), Mistral(), Qwen2(), Qwen3(), GPTNeoX(), GPT2(), Own()),
+    *(Bloom(), MPT(), Llama(), Mistral(), Qwen2(), Qwen3(), GPTNeoX(), Falcon(), GPT2(), Own()),
 )
 FALCONS = ("RefinedWeb", "RefinedWebModel")  # what Falcon's configs were called at first
 

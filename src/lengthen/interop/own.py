@@ -32,7 +32,7 @@ class Own(Architecture):
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """Return config.json for a model."""
-        sizes = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tied, "is_decoder": True}
+        sizes = {"vocab_size": config.vocab_size, "train_length": config.train_length}
         return {"architectures": [self.name], "model_type": self.model_type, **sizes, "model": asdict(config)}
 
     def places(self, config: ModelConfig) -> list[Place]:

@@ -1,0 +1,61 @@
+"""The model card of an exported model: what it is, how it is opened, and how far it was measured to stretch."""
+
+from __future__ import annotations
+
+from lengthen import __version__
+from lengthen.evaluation import Protocol, Result, Subject, verdicts
+from lengthen.evaluation.verdict import change_between, grouped, judge
+from lengthen.interop.architecture import Architecture
+from lengthen.interop.own import Own
+
+
+def card(subject: Subject, architecture: Architecture, measured: list[Result], name: str) -> str:
+    """Return README.md."""
+    config, own = subject.model.config, isinstance(architecture, Own)
+    library = "lengthen" if own else "transformers"
+    first = (
+        "import lengthen.interop.huggingface  # pip install lengthen: it registers the architecture\n" if own else ""
+    )
+    lines = [
+        f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags:\n- lengthen\n- {config.positions}\n---",
+        f"# {name}",
+        f"A language model with {config.parameters:,} parameters and the position method `{config.positions}`, trained "
+        f"at {config.train_length:,} tokens, as a `{architecture.name}`.",
+        f"```python\n{first}from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n'
+        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
+        'ids = tokenizer("The", return_tensors="pt")\n'
+        "print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))\n```",
+        "## How far it stretches",
+        *(_measured(measured) if measured else ["Not measured: `lengthen eval` measures it."]),
+        f"Written by lengthen {__version__}.",
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def _measured(found: list[Result]) -> list[str]:
+    """Return tables, one for each text, and the verdicts."""
+    parts = []
+    for key in sorted({(one.data, one.split) for one in found}):
+        here = sorted(
+            (one for one in found if (one.data, one.split) == key), key=lambda one: (one.protocol, one.length)
+        )
+        changes: dict[str, str] = {}
+        for group in grouped(here).values():
+            if judged := judge(group, group[0].train_length):
+                others = [one for one in group if one is not judged.reference]
+                changes |= {one.key: str(change_between(one, judged.reference)) for one in others}
+        rows = [
+            "| tokens at once | × trained | protocol | perplexity | change | bits/byte |",
+            "|---|---|---|---|---|---|",
+        ]
+        for one in here:
+            how = Protocol(one.protocol, one.length, one.stride, one.block, one.per_document)
+            rows.append(
+                f"| {one.length:,} | {one.length / one.train_length:g} | {how} | {one.perplexity:.3f} | "
+                f"{changes.get(one.key, '')} | {one.bits_per_byte:.4f} |"
+            )
+        text = f"Text {here[0].data}, split `{here[0].split}`: the same {here[0].tokens:,} tokens at every length"
+        parts += [f"{text}, read in {here[0].precision}.", "\n".join(rows)]
+        parts += [f"{name}: {verdict}." for name, verdict in verdicts(here).items()]
+    return parts
