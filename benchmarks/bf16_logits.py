@@ -1,4 +1,4 @@
-"""What bfloat16 costs BLOOM, Falcon and MPT: their logits against float32's, with transformers' attention and with ours.
+"""What bfloat16 costs BLOOM, Falcon and MPT: their logits against float32's, with transformers' attention and ours.
 
     python benchmarks/bf16_logits.py                    # 4,096 tokens; writes benchmarks/results
     python benchmarks/bf16_logits.py --quick            # does the script work: short, means little
@@ -6,7 +6,7 @@
 One model of 4 layers × 512 with 8 heads per family, random weights from a fixed seed, one sequence of random tokens, on
 the CPU. The error is ‖logits − reference‖ / ‖logits of the reference‖ over all positions; the reference is the float32
 model with `lengthen.accelerate`, and how far transformers' own float32 is from it stands beside (Falcon multiplies its
-bias in bfloat16 even there). The same weights, rounded to bfloat16 first, are in every model: what is left is computing.
+bias in bfloat16 even there). The weights are rounded to bfloat16 first, in every model: what is left is computing.
 
 The weights are transformers' own initialisation, whose queries and keys are so small that attention hardly looks at
 content, and then the same with the query, key and value projections scaled by 3 and by 8, so scores by 9 and 64. The
@@ -47,17 +47,18 @@ FUSED = {
 def model_of(family: str, scale: int) -> Any:
     """Return a model with random weights that bfloat16 holds exactly."""
     transformers.set_seed(SEED)
-    common = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2}
+    common: dict[str, Any] = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2}
     if family == "bloom":
         config: Any = transformers.BloomConfig(hidden_size=WIDTH, n_layer=LAYERS, n_head=HEADS, **common)
     elif family == "falcon":
-        sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
-        shape = {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}  # Falcon-RW
+        sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+        shape: dict[str, Any] = {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}  # Falcon-RW
         config = transformers.FalconConfig(**sizes, **shape, **common)
     else:
         sizes = {"d_model": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": LENGTH}
         config = transformers.MptConfig(**sizes, **common)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    automatic: Any = transformers.AutoModelForCausalLM
+    model = automatic.from_config(config).eval()
     for name, module in model.named_modules():
         if name.endswith(FUSED[family]) and isinstance(module, nn.Linear):
             module.weight.data.mul_(scale)
@@ -76,7 +77,7 @@ def spread_of_scores(family: str, model: Any, ids: Tensor) -> float:
     handle = projection.register_forward_hook(lambda module, inputs, output: kept.append(output))
     logits(model, ids[:, :512])
     handle.remove()
-    fused = kept[0][0]
+    fused: Any = kept[0][0]
     parts = (3, HEADS, -1) if family == "mpt" else (HEADS, 3, -1)
     split = fused.unflatten(1, parts)
     q, k = (split[:, part] if family == "mpt" else split[:, :, part] for part in (0, 1))

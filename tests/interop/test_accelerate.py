@@ -1,6 +1,7 @@
 """accelerate and restore: what they take, what they refuse, and what they leave as it was."""
 
 import copy
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -69,17 +70,19 @@ def test_twice_is_once(kind: str, make: Make, ids: Tensor) -> None:
 def test_weights_are_theirs(kind: str, make: Make, ids: Tensor, tmp_path: Path) -> None:
     model = make(kind)
     expected, state = output(model, ids), {k: v.clone() for k, v in model.state_dict().items()}
+    named = model.config._attn_implementation
     lengthen.accelerate(model)
     assert model.state_dict().keys() == state.keys()
     model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path).eval()
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation=named).eval()
     assert not any("lengthen" in type(m).__module__ for m in loaded.modules())
     assert torch.equal(output(loaded, ids), expected)
-    copied = copy.deepcopy(model)
+    copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     ours = output(model, ids)
     lengthen.restore(model)
     assert torch.equal(output(model, ids), expected)
-    assert torch.equal(output(copied, ids), ours)  # still accelerated, and on its own
+    for other in (copied, pickled):  # still accelerated, and on its own
+        assert torch.equal(output(other, ids), ours)
     assert torch.equal(output(lengthen.restore(copied), ids), expected)
 
 

@@ -210,3 +210,17 @@ def test_compiled(kind: str, make: Make, ids: Tensor, left: Tensor) -> None:
     hole[0, 5] = 0
     with pytest.raises(RuntimeError, match="expected each row's ones in one run"):
         logits(compiled, ids, hole, use_cache=False)
+
+
+def test_falcon_adds_its_bias_once(make: Make, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers' eager attention adds it twice: in the mask and to the scores."""
+    from transformers.models.falcon import modeling_falcon
+
+    once, eager = make("falcon"), make("falcon", attn_implementation="eager")
+    expected, twice = logits(once, ids), logits(eager, ids)
+    assert not torch.allclose(twice, expected, atol=1e-3)
+    torch.testing.assert_close(logits(lengthen.accelerate(eager), ids), expected, atol=1e-4, rtol=1e-4)
+    lengthen.restore(eager)
+    build = modeling_falcon.build_alibi_tensor
+    monkeypatch.setattr(modeling_falcon, "build_alibi_tensor", lambda *given, **named: build(*given, **named) * 2)
+    torch.testing.assert_close(logits(once, ids), twice, atol=1e-4, rtol=1e-4)

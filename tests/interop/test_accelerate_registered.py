@@ -77,6 +77,17 @@ def test_packed_documents(kind: str, make: Make, ids: Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_bidirectional(make: Make, ids: Tensor, left: Tensor) -> None:
+    """A decoder that its config makes an encoder."""
+    model = make("llama", is_causal=False, attn_implementation="eager")
+    theirs = [logits(model, ids, mask) for mask in (None, left)]
+    assert not torch.allclose(theirs[0], logits(make("llama"), ids), atol=1e-3)
+    lengthen.accelerate(model)
+    for mask, expected in zip((None, left), theirs, strict=True):
+        real = torch.ones_like(ids).bool() if mask is None else mask.bool()
+        torch.testing.assert_close(logits(model, ids, mask)[real], expected[real], atol=1e-4, rtol=1e-4)
+
+
 def test_gradients(make: Make, ids: Tensor, right: Tensor) -> None:
     model = make("llama").train()
 

@@ -78,7 +78,8 @@ def intervals(
     full = mask_function is bidirectional_mask_function
     real = real_keys(attention_mask)
     at_end = isinstance(start, int) and kv_length == start + q_length
-    if real is None and family in KNOWN and window is not None and (full or (at_end and window >= kv_length)):
+    plain = FILES.get(family) == "t5" if full else at_end and window is not None and window >= kv_length
+    if real is None and plain and family in KNOWN:
         return None
     place = (torch.arange(q_length, device=device) + start).unsqueeze(0)
     if window is None:
@@ -156,14 +157,14 @@ def attend(
     mask: Mask = Causal() if causal else Bidirectional()
     q_start: int | Tensor | None = None
     if attention_mask is not None:
-        mask, q_start = listed(attention_mask, query, key, causal)
+        mask, q_start = listed(attention_mask, query, key, behind=bias is not None and causal)
     q, k = query.to(value.dtype), key.to(value.dtype)
     out = attention(q, k, value, bias=bias, mask=mask, scale=scaling, q_start=q_start)
     return out.transpose(1, 2).contiguous(), None
 
 
-def listed(attention_mask: Tensor, query: Tensor, key: Tensor, causal: bool) -> tuple[Mask, Tensor]:
-    """Return the mask that `intervals` made, and where the queries begin."""
+def listed(attention_mask: Tensor, query: Tensor, key: Tensor, behind: bool) -> tuple[Mask, Tensor]:
+    """Return the mask that `intervals` made, and where the queries begin; `behind`: no query sees a key ahead of it."""
     if attention_mask.dtype != torch.int32 or attention_mask.dim() != 4 or attention_mask.shape[3] != 3:
         raise ValueError(
             f"attention_mask: expected a padding mask [batch, keys], got {attention_mask.dtype} "
@@ -172,7 +173,7 @@ def listed(attention_mask: Tensor, query: Tensor, key: Tensor, causal: bool) -> 
     if attention_mask.shape[2] != query.shape[2]:
         raise ValueError(f"attention_mask: expected {query.shape[2]} queries, got {attention_mask.shape[2]}")
     first, last, place = (x.contiguous() for x in attention_mask[:, 0].unbind(-1))
-    kind = ListedBehind if causal else Listed
+    kind = ListedBehind if behind else Listed
     return kind(first, last, key.shape[2]), place[:, 0]
 
 
