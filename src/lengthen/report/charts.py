@@ -228,19 +228,17 @@ def _depths(report: Report, task: str, width: Any) -> list[Any]:
             for depth, right, count in zip(one.depths, one.right, one.counts, strict=True):
                 tip = {"length": one.length, "depth": f"{depth:g}", "samples": count, "right": right}
                 cells.setdefault(title, []).append(tip | {"shade": right / count, "text": f"{100 * right / count:.0f}"})
-    maps = {title: _depth_map(some, legend=title == list(cells)[-1]) for title, some in cells.items()}
-    return [one.properties(title=title, width=width) for title, one in maps.items()]
+    return [_depth_map(some).properties(title=title, width=width) for title, some in cells.items()]
 
 
-def _depth_map(cells: list[Row], legend: bool) -> Any:
-    key = alt.Legend(title="fraction right", orient="bottom", direction="horizontal", gradientLength=140, tickCount=3)
+def _depth_map(cells: list[Row]) -> Any:
     base = alt.Chart(alt.InlineData(values=cells)).encode(
         x=alt.X("length:O", sort=None, title=AXES["length"], axis=alt.Axis(labelAngle=0, format=",d")),
         y=alt.Y("depth:N", sort=None, title="depth"),
         tooltip=[alt.Tooltip(field=name, type="nominal") for name in ("length", "depth", "samples", "right")],
     )
     scale = alt.Scale(scheme="blues", domain=[0, 1])
-    rect = base.mark_rect().encode(color=alt.Color("shade:Q", scale=scale, legend=key if legend else None))
+    rect = base.mark_rect().encode(color=alt.Color("shade:Q", scale=scale, legend=None))
     dark = alt.ColorValue("#222222", condition={"test": "datum.shade > 0.55", "value": "white"})
     text = base.mark_text(fontSize=11).encode(text=alt.Text("text:N"), color=dark)
     return alt.layer(rect, text).properties(height=26 * len({cell["depth"] for cell in cells}))

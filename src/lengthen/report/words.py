@@ -49,7 +49,7 @@ ABOUT = {
     ),
     "depths": (
         "Tasks by length and depth",
-        "The same by where in the text stands what is asked for: 0 is its beginning, 1 its end, next to the question.",
+        "The same in per cent, by where in the text stands what is asked for: 0 is its beginning, 1 its end.",
     ),
     "speed": (
         "Speed and memory",
