@@ -12,12 +12,18 @@ process of its own. A record is of 1,000 tokens: the median CPU time of one, whi
 disturb less than the time on the clock, and that beside it; at their end, the cache's bytes on the device and in host
 memory, and the process's resident memory.
 
-    section     what is measured
-    full, exact, certified      the policy of that name; at its end, time and memory late beside early
+CPU time still depends on what else the machine does. So `turns` compares an early token with a late one in turn: caches
+that have read 2,000 and 20,000 bytes of Python's argparse.py, in one process, which then read a token each, one after
+the other; medians of 300.
+
+    section                     what is measured
+    full, exact, certified      the policy of that name as the text grows
+    turns                       each policy: a token after 20,000 beside a token after 2,000
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -34,15 +40,18 @@ import torch
 from records import Report, parsed, parser_of, software
 
 from lengthen.evaluation import open_run
+from lengthen.model.generation import read
 
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"cache": "full"},
     "exact": {"cache": "reach", "mode": "exact"},
     "certified": {"cache": "reach", "mode": "certified"},
 }
+SECTIONS = (*POLICIES, "turns")
 TOKENS, QUICK_TOKENS = 20_000, 300
 EVERY, QUICK_EVERY = 1_000, 100
-EARLY = 2  # the record that the last is compared with: at 2,000 tokens
+EARLY, QUICK_EARLY = 2_000, 100  # tokens that the end is compared with
+TURNS, QUICK_TURNS = 300, 10
 TOLERANCE, TEMPERATURE, SEED = 1e-3, 0.8, 0
 PROMPT = b"def main("
 STEPS, QUICK_STEPS = 120, 2  # of training; 120 are the demo's
@@ -86,12 +95,10 @@ def generate(policy: str, run: str, tokens: int, every: int) -> None:
 def section(report: Report, policy: str, run: Path, tokens: int, every: int) -> None:
     """Record one policy, in a process of its own."""
     words = [sys.executable, __file__, "--process", policy, str(run), str(tokens), str(every)]
-    found = []
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             one = json.loads(line)
-            found.append(one)
             at = {"tokens": one["at"]}
             times = {"clock": one["clock"]}
             report.add(policy, "CPU time per token", at, one["cpu"], " ms", ms=times, note=f"bound {one['bound']:.2g}")
@@ -99,11 +106,30 @@ def section(report: Report, policy: str, run: Path, tokens: int, every: int) -> 
                 report.add(policy, f"{what} bytes", at, one[what], " B")
     if process.returncode:
         raise RuntimeError(f"{policy}: the process ended with {process.returncode}")
-    early, late = found[EARLY - 1], found[-1]
-    at, target = {"tokens": late["at"], "beside": early["at"]}, SLOWER if policy == "certified" else None
-    report.add(policy, "late beside early: CPU time per token", at, late["cpu"] / early["cpu"], at_most=target)
-    for what in ("device", "resident"):
-        report.add(policy, f"late beside early: {what} bytes", at, late[what] / early[what])
+
+
+@torch.no_grad()
+def turns(report: Report, run: Path, early: int, late: int, count: int) -> None:
+    """Record what a token takes after a long text beside a short one, in turn."""
+    torch.set_num_threads(1)
+    model = open_run(run).model.eval()
+    text = torch.tensor(list(Path(argparse.__file__).read_bytes()[: late + count]))
+    for policy, options in POLICIES.items():
+        options = {"policy": options["cache"], **{key: one for key, one in options.items() if key != "cache"}}
+        caches = {length: model.cache(tolerance=TOLERANCE, **options) for length in (early, late)}
+        times: dict[int, list[float]] = {length: [] for length in caches}
+        for length, cache in caches.items():
+            read(model, text[None, :length], cache)
+        for i in range(count):
+            for length, cache in caches.items():
+                before = time.process_time()
+                read(model, text[None, length + i : length + i + 1], cache)
+                times[length].append(1e3 * (time.process_time() - before))
+        ms = {f"{length:,}": statistics.median(taken) for length, taken in times.items()}
+        at, value = {"cache": policy, "tokens": late, "beside": early}, ms[f"{late:,}"] / ms[f"{early:,}"]
+        target = SLOWER if policy == "certified" else None
+        report.add("turns", "CPU time per token", at, value, at_most=target, ms=ms)
+        report.add("turns", "cache bytes", at, caches[late].nbytes / caches[early].nbytes)
 
 
 def draw(source: Path, path: Path) -> None:
@@ -124,8 +150,8 @@ def draw(source: Path, path: Path) -> None:
     for what, (title, unit) in titles.items():
         rows = [
             {"cache": policy, "tokens": one["tokens"], "value": one["value"] / unit}
-            for policy, records in sections.items()
-            for one in records
+            for policy in names
+            for one in sections.get(policy, ())
             if one["what"] == what
         ]
         chart = alt.Chart(alt.InlineData(values=rows), title=title).mark_line(point=True)
@@ -141,20 +167,23 @@ def main() -> int:
     if sys.argv[1:2] == ["--process"]:
         generate(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
         return 0
-    parser = parser_of(__doc__, tuple(POLICIES))
+    parser = parser_of(__doc__, SECTIONS)
     parser.add_argument("--run", type=Path, metavar="RUN", help="a run's folder (default: the demo's model, trained)")
     parser.add_argument("--figure", type=Path, nargs=2, metavar=("JSON", "FILE"), help="draw an earlier result")
-    options = parsed(parser, "generate_cpu", tuple(POLICIES))
+    options = parsed(parser, "generate_cpu", SECTIONS)
     if options.figure:
         draw(*options.figure)
         return 0
     sizes = (QUICK_TOKENS, QUICK_EVERY) if options.quick else (TOKENS, EVERY)
+    late = (QUICK_EARLY, QUICK_TOKENS, QUICK_TURNS) if options.quick else (EARLY, TOKENS, TURNS)
     facts = {**software(), "machine": platform.machine(), "threads": 1, "tolerance": TOLERANCE, "seed": SEED}
     facts |= {"temperature": TEMPERATURE, "model": "the demo's, alibi" if options.run is None else options.run.name}
     report = Report(facts, options.out)
     with tempfile.TemporaryDirectory() as folder:
         run = options.run or trained(Path(folder), QUICK_STEPS if options.quick else STEPS)
-        return report.run({name: partial(section, report, name, run, *sizes) for name in options.only}, options.strict)
+        sections = {name: partial(section, report, name, run, *sizes) for name in POLICIES}
+        sections["turns"] = partial(turns, report, run, *late)
+        return report.run({name: sections[name] for name in options.only}, options.strict)
 
 
 if __name__ == "__main__":
