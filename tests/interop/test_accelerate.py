@@ -101,7 +101,22 @@ def test_a_subclass_of_ones_own(make: Make, ids: Tensor) -> None:
 def test_a_part_of_a_model(make: Make, ids: Tensor) -> None:
     model = make("bloom")
     expected = output(model, ids)
+    before = snapshot(model)
     lengthen.accelerate(model.transformer)
+    torch.testing.assert_close(output(model, ids), expected)
+    lengthen.accelerate(model)
+    assert torch.equal(output(lengthen.restore(model), ids), expected)
+    assert snapshot(model) == before
+    lengthen.accelerate(model)
+    lengthen.restore(model.transformer)
+    assert torch.equal(output(model, ids), expected)
+
+
+def test_an_encoder_alone(make: Make, ids: Tensor) -> None:
+    model = make("t5")
+    expected = output(model, ids)
+    lengthen.accelerate(model.encoder)
+    assert model.decoder.config._attn_implementation != "lengthen"
     torch.testing.assert_close(output(model, ids), expected)
     assert torch.equal(output(lengthen.restore(model), ids), expected)
 

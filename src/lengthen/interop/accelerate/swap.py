@@ -78,10 +78,11 @@ def tell(model: nn.Module, implementation: str) -> None:
     for module in models:
         if not hasattr(module.config, SETTING):
             raise TypeError(f"{type(module.config).__name__}: expected a config with `{SETTING}`, got one without it")
-    before = [getattr(module.config, SETTING) for module in models]
-    for module, named in zip(models, before, strict=True):
-        if not hasattr(module, BEFORE):
-            setattr(module, BEFORE, named)
+    before = {id(module.config): getattr(module.config, SETTING) for module in models}
+    # Of a part that was accelerated earlier and shares its config, the config does not say any more.
+    before |= {id(module.config): getattr(module, BEFORE) for module in models if hasattr(module, BEFORE)}
+    for module in models:
+        setattr(module, BEFORE, before[id(module.config)])
         setattr(module.config, SETTING, implementation)
 
 

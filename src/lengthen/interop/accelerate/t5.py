@@ -27,6 +27,7 @@ class TableAttention(Swapped):
     """What the three have in common."""
 
     _lengthen_starts: tuple[int, ...]
+    config: Any
     is_decoder: bool
     relative_attention_bias: nn.Embedding
 
@@ -59,7 +60,13 @@ class TableAttention(Swapped):
     def compute_bias(
         self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: int | Tensor = 0
     ) -> Tensor:
-        """Return the bias of every distance, `[sides, heads, distances]`; the last goes on."""
+        """Return the bias of every distance, `[sides, heads, distances]`; the last goes on.
+
+        After `model.set_attn_implementation(…)` it is another attention that gets it: then it is transformers' own.
+        """
+        if self.config._attn_implementation != NAME:
+            theirs: Any = super()
+            return theirs.compute_bias(query_length, key_length, device, past_seen_tokens)  # type: ignore[no-any-return]
         weight = widen(self.relative_attention_bias.weight)
         sides = (weight,) if self.is_decoder else weight.chunk(2)
         return torch.stack([spread(rows, self._lengthen_starts) for rows in sides])
