@@ -6,7 +6,9 @@ import re
 from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -138,3 +140,18 @@ def test_draws() -> None:
     assert [Draws(1).below(1000) for _ in range(2)] == [134, 134]
     with pytest.raises(ValueError, match=r"^seed: expected"):
         Draws(-1)
+
+
+def test_a_text_of_ends_alone_is_refused(text: Haystack) -> None:
+    class Ends:
+        name, directory = "train", "data/empty"
+
+        def __len__(self) -> int:
+            return 7
+
+        def read(self, start: int, stop: int) -> np.ndarray[Any, Any]:
+            return np.full(stop - start, text.tokenizer.end_id)
+
+    empty = Haystack(Ends(), text.tokenizer)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^split: expected text .* got only ends in split 'train' of data/empty"):
+        TASKS["common_words"].samples(empty, 400, DEPTHS, 1, 0)

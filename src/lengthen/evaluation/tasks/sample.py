@@ -116,18 +116,19 @@ class Haystack:
     def filler(self, draws: Draws, count: int) -> list[int]:
         """Return so many tokens from a place in the text on, ends of documents left out; from its end, its start."""
         found: list[int] = []
-        place = draws.below(len(self.tokens))
+        place, read = draws.below(len(self.tokens)), 0
         while len(found) < count:
+            if read > len(self.tokens) and not found:
+                where = f"split {self.tokens.name!r} of {self.tokens.directory}"
+                raise ValueError(f"split: expected text to stand around what is asked for, got only ends in {where}")
             stop = min(place + count - len(found) + 1, len(self.tokens))
             found += [one for one in self.tokens.read(place, stop).tolist() if one != self.tokenizer.end_id]
-            place = stop % len(self.tokens)
+            place, read = stop % len(self.tokens), read + stop - place
         return found[:count]
 
     @cached_property
     def beginning(self) -> str:
         """The text's first tokens as text."""
-        if not any(one != self.tokenizer.end_id for one in self.tokens.read(0, min(len(self.tokens), LOOKED_AT))):
-            raise ValueError(f"text: expected tokens to fill a task's text with, got none in {self.tokens.directory}")
         return self.tokenizer.decode(self.tokens.read(0, min(len(self.tokens), LOOKED_AT)).tolist())
 
 
