@@ -1,8 +1,9 @@
 """The README and the pages of docs/ are true: their examples run, and the commands they name exist."""
 
 import re
+import sys
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pytest
 
@@ -22,9 +23,10 @@ def examples(page: Path) -> list[str]:
 )
 def test_examples_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # what an example writes does not go into the checkout
-    shared: dict[str, Any] = {"__name__": "__main__"}  # dataclasses and compilers look the module up
+    module = ModuleType(f"page_{page.stem.replace('-', '_')}")  # dataclasses and compilers look their module up
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     for number, example in enumerate(examples(page)):
-        exec(compile(example, f"{page.name}, example {number}", "exec"), shared)
+        exec(compile(example, f"{page.name}, example {number}", "exec"), vars(module))
 
 
 def test_there_are_examples_where_a_reader_looks_for_them() -> None:
