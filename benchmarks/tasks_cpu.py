@@ -1,6 +1,6 @@
 """Can small models learn to find a pass key, and find it in longer texts than they were trained on? On the CPU.
 
-    python benchmarks/tasks_cpu.py                    # about six minutes of one core; writes benchmarks/results
+    python benchmarks/tasks_cpu.py                    # about seven minutes of one core; writes benchmarks/results
     python benchmarks/tasks_cpu.py --quick            # does the script work: a few steps, means nothing
     python benchmarks/tasks_cpu.py --only rotary
 
