@@ -29,6 +29,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("Llama", {"hidden_size": 120, "num_attention_heads": 12, "num_key_value_heads": 4, "rope_parameters": YARN}),
     ("Llama", {"rope_parameters": LLAMA3}),
     ("Llama", {"rope_parameters": LINEAR}),
+    ("Llama", {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}}),
     ("Mistral", {"num_key_value_heads": 4, "sliding_window": 7}),
     ("Mistral", {"num_key_value_heads": 4, "sliding_window": None}),
     ("Qwen2", {"num_key_value_heads": 2}),
@@ -170,6 +171,18 @@ def test_falcons_own_bias_is_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     theirs = make("Falcon", alibi=True, multi_query=False, num_hidden_layers=1)
     ours, ids = lengthen.load(saved(theirs, tmp_path)), torch.randint(VOCABULARY, (1, 512))
     assert (ours(ids) - logits_of(theirs, ids)).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_dynamic_angles_go_by_the_length(tmp_path: Path) -> None:
+    """Theirs too, in a pass of its own; in a cache, keys of earlier passes would keep other angles."""
+    theirs = make("Llama", max_position_embeddings=32, rope_parameters={**LINEAR, "rope_type": "dynamic"})
+    ours, ids = lengthen.load(saved(theirs, tmp_path)), torch.randint(VOCABULARY, (1, 90))
+    for length in (20, 32, 33, 90):
+        compare(ours(ids[:, :length]), logits_of(theirs, ids[:, :length]), f"{length} tokens")
+    compare(cached(ours, ids[:, :32]), ours(ids[:, :32]))
+    with pytest.raises(ValueError, match=r"at most 32 tokens in a cache with scaling='dynamic'.* scaling='ntk'"):
+        cached(ours, ids)
 
 
 # Configs.

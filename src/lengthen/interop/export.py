@@ -77,7 +77,7 @@ def export(
 
 
 def _refuse_others(target: Path, subject: Subject, force: bool) -> None:
-    """Refuse a folder that holds something, unless it may be replaced and is a model's; never that of the model itself."""
+    """Refuse a folder that holds something, unless it is a model's and may be replaced; and the model's own always."""
     place, own = target.resolve(), subject.checkpoint.path.resolve()
     if place == own or place in own.parents or place == subject.folder.resolve():
         raise ValueError(f"out: expected another folder than the model's own, got {target}")
