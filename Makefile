@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check  # -qq: errors alone
 TORCH := $(shell grep '^torch==' constraints.txt)
 PYTHON_FITS := import sys; v = sys.version_info[:2]; sys.exit(not (3, 11) <= v <= (3, 13))
 
-.PHONY: help setup test lint format demo bench clean
+.PHONY: help setup test lint format demo bench docs dist clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is
@@ -55,6 +55,19 @@ demo: setup ## train six methods short, test them long, and show it: a few minut
 bench: setup ## attention on this CPU beside its peers, in several minutes; writes benchmarks/results
 	$(BIN)/python benchmarks/attention_cpu.py $(ARGS)
 
+$(VENV)/.documented: $(STAMP)
+	@echo "installing what builds the site and the packages"
+	@$(PIP) install --constraint constraints.txt --editable '.[docs,release]'
+	@touch $@
+
+docs: $(VENV)/.documented ## the site, with warnings as errors; writes site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
+
+dist: $(VENV)/.documented ## the wheel and the sdist, checked; writes dist/
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+
 clean: ## remove caches and build outputs; .venv stays
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

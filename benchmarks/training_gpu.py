@@ -1,4 +1,4 @@
-"""Training speed on one GPU: tokens a second and model FLOP utilisation, one row a model and position method.
+"""Training speed on one GPU: tokens per second and model FLOP utilisation (MFU), one row a model and position method.
 
     python benchmarks/training_gpu.py                    # small and xl, every method; writes benchmarks/results
     python benchmarks/training_gpu.py --models small --methods sinusoidal,alibi --lengths 512,1024,2048,16384 --steps 60
@@ -95,7 +95,7 @@ def measure(model: str, method: str, length: int, corpus: Corpus, steps: int, ex
         "windows": config.train.batch,
         "tokens_per_second": speed,
         "spread": (max(meter.speeds) - min(meter.speeds)) / speed,
-        "utilisation": None if peak is None else speed * needed / peak,
+        "mfu": None if peak is None else speed * needed / peak,
         "gigabytes": torch.cuda.max_memory_allocated() / 1e9,
         "seconds_to_ready": meter.ready,
         "last_loss": meter.losses[-1],
@@ -150,7 +150,7 @@ def told(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         if (r["model"], r["length"], r["method"]) == (row["model"], row["length"], "sinusoidal")
     ]
     against = f"{row['tokens_per_second'] / statistics.mean(yardsticks):6.3f}× sinusoidal" if yardsticks else ""
-    used = "" if row["utilisation"] is None else f"{row['utilisation']:6.1%} MFU"
+    used = "" if row["mfu"] is None else f"{row['mfu']:6.1%} MFU"
     return (
         f"{row['model']:<6} {row['length']:>6,} {row['method']:<11} {row['tokens_per_second']:>10,.0f} tokens/s  "
         f"{used}  {against}  "

@@ -1,9 +1,10 @@
-"""How all tests run: one thread for each of pytest's workers, and the same draws every time."""
+"""How all tests run: one thread for each of pytest's workers, the same draws every time, and Ctrl-C that is heard."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from hypothesis import HealthCheck, settings
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; more threads than cores only wait for each other
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and CI's, are started without it
 
 # Triton decides when it is imported whether its interpreter can run kernels, so it is imported here, before anything
 # else does it. The variable is not left behind: tests and the processes that they start would take it for an order.

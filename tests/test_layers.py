@@ -23,6 +23,7 @@ LAYERS = (
         "training",
         "evaluation",
         "interop",
+        "serving",
         "report",
     ),
     "cli",

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         reach,
     )
     from lengthen.config import ModelConfig
+    from lengthen.interop.accelerate import accelerate, restore
     from lengthen.interop.models import load
     from lengthen.model import Transformer
 
@@ -55,18 +56,22 @@ __all__ = [
     "Transformer",
     "Window",
     "__version__",
+    "accelerate",
     "alibi_slopes",
     "attention",
     "load",
     "merge",
     "positions",
     "reach",
+    "restore",
 ]
 
 _HOMES = {
     "ModelConfig": "config",
     "Transformer": "model",
+    "accelerate": "interop.accelerate",
     "load": "interop.models",
+    "restore": "interop.accelerate",
 }  # where a name is from, if not from `attention`
 
 

@@ -237,12 +237,12 @@ class TrainConfig:
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 is autocast; auto: that on a GPU
     compile: bool | None = None  # torch.compile for each block; none: on a GPU
     checkpoint_activations: bool = False  # recompute blocks in the backward pass: slower, in less memory
-    mask_share: float = 0.15  # fraction of an encoder's tokens that are masked, and predicted
+    mask_fraction: float = 0.15  # fraction of an encoder's tokens that are masked, and predicted
 
     def __post_init__(self) -> None:
         _check("train", self, steps=1, batch=1, micro_batch=1, seed=0, clip=0)
-        if not 0 < self.mask_share < 1:
-            raise ValueError(f"train.mask_share: expected a fraction between 0 and 1, got {self.mask_share}")
+        if not 0 < self.mask_fraction < 1:
+            raise ValueError(f"train.mask_fraction: expected a fraction between 0 and 1, got {self.mask_fraction}")
 
 
 @dataclass(frozen=True)
@@ -270,12 +270,12 @@ class ScheduleConfig:
 
     shape: Literal["cosine", "trapezoid", "constant"] = "cosine"  # after warmup; a trapezoid is flat, then linear
     warmup: int = 100  # steps of linear warmup
-    decay_share: float = 0.2  # fraction of all steps that the trapezoid's decay takes
+    decay_fraction: float = 0.2  # fraction of all steps that the trapezoid's decay takes
     floor: float = 0.1  # what it ends at
 
     def __post_init__(self) -> None:
         _check("schedule", self, warmup=0)
-        for name in ("decay_share", "floor"):
+        for name in ("decay_fraction", "floor"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"schedule.{name}: expected a fraction from 0 to 1, got {getattr(self, name)}")
 

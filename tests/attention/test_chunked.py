@@ -106,7 +106,7 @@ def draw_call(
     return call
 
 
-@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_is_the_reference_for_any_call_and_any_runs(
     data: st.DataObject,

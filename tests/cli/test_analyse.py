@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def test_everything_at_once(alibi: Path, data: str, capsys: Capture) -> None:
     said = capsys.readouterr()
     assert said.err == ""
     assert sorted(path.name for path in (alibi / "analysis").iterdir()) == [
-        f"{name}.json" for name in ("distance", "induction", "positions", "reach", "resolution")
+        f"{name}.json" for name in ("distance", "induction", "longppl", "positions", "reach", "resolution")
     ]
     for name in ("resolution", "positions", "reach", "distance", "induction"):
         found = read(alibi, name)
@@ -109,9 +108,9 @@ def test_everything_at_once(alibi: Path, data: str, capsys: Capture) -> None:
         assert [len(row["reach"]), len(row["reach"][0])] == [2, 2]
         for layer in range(2):
             for head in range(2):
-                share = row["reach"][layer][head] / ((row["length"] + 1) / 2)
-                assert row["share"][layer][head] == pytest.approx(share)
-                assert 0 < share <= 1
+                fraction = row["reach"][layer][head] / ((row["length"] + 1) / 2)
+                assert row["fraction"][layer][head] == pytest.approx(fraction)
+                assert 0 < fraction <= 1
     row = read(alibi, "distance")["rows"][1]
     assert row["distances"] == [0, 1, 2, 4, 8, 16, 32]
     for heads in row["weight"]:
@@ -149,21 +148,20 @@ def test_induction_by_seed_and_length(alibi: Path, data: str) -> None:
     assert analyses.fitting_lengths(open_run(alibi), analyses.LENGTHS["induction"], text, longer) == longer
 
 
-def test_recall_needs_no_data(alibi: Path, capsys: Capture) -> None:
-    assert run(alibi, "--what", "recall", "--lengths", "8,32", "--trials", 10) == 0
-    found = read(alibi, "recall")
-    assert (found["kind"], found["data"]) == ("recall", None)
-    assert [(row["distance"], row["trials"]) for row in found["rows"]] == [(8, 10), (32, 10)]
-    assert all(0 <= row["accuracy"] <= 1 for row in found["rows"])
-    assert "recall, 10 questions a distance" in capsys.readouterr().out
-
-
-def test_recall_is_asked_in_bytes(alibi: Path) -> None:
-    subject = open_run(alibi)
-    state = replace(subject.checkpoint.state, tokenizer="0123456789abcdef")
-    other = replace(subject, checkpoint=replace(subject.checkpoint, state=state))
-    with pytest.raises(ValueError, match=r"^recall: expected a model of bytes, .* with the tokenizer 0123456789ab$"):
-        analyses.recall.analyse(other, None, [16])
+def test_longppl_with_a_judge(alibi: Path, learned: Path, data: str, tmp_path: Path, capsys: Capture) -> None:
+    words = ("--what", "longppl", "--lengths", "12,16", "--tokens", 64, "--short", 4, "--alpha", -9, "--beta", -99)
+    assert run(alibi, *words) == 0
+    alone = read(alibi, "longppl")
+    assert (alone["short"], alone["stride"], alone["alpha"], alone["beta"], alone["judge"]) == (4, 1, -9, -99, None)
+    for row in alone["rows"]:  # whatever is chosen by such thresholds is all there is
+        assert row["key_tokens"] == row["candidates"]
+        assert row["long_ppl"] == pytest.approx(row["perplexity"])
+    assert "LongPPL: key tokens chosen by the model itself, LSD > -9 beyond 4 tokens" in capsys.readouterr().out
+    assert run(alibi, *words, "--judge", learned, "--alpha", 0) == 0
+    judged = read(alibi, "longppl")
+    assert judged["judge"] == open_run(learned).weights
+    assert [row["perplexity"] for row in judged["rows"]] == [row["perplexity"] for row in alone["rows"]]
+    assert [row["key_tokens"] for row in judged["rows"]] != [row["key_tokens"] for row in alone["rows"]]
 
 
 def test_the_usual_lengths_are_those_that_fit(alibi: Path, learned: Path, data: str) -> None:
@@ -203,7 +201,6 @@ def test_what_is_wrong_is_said(alibi: Path, learned: Path, data: str, tmp_path: 
     assert refused(learned, "--data", data, "--lengths", "16,17") == (
         "--lengths: 17 tokens are beyond the 16 positions that this model has learned vectors for"
     )
-    assert "--lengths: 17 tokens are beyond" in refused(learned, "--what", "recall", "--lengths", "15")
     assert refused(learned, "--data", data, "--what", "induction", "--lengths", "8,9") == (
         "--lengths: 17 tokens are beyond the 16 positions that this model has learned vectors for"
     )
@@ -227,8 +224,6 @@ def test_encoders_are_refused_before_anything_is_read(data: str, tmp_path: Path)
     subject = open_run(encoder)
     with pytest.raises(ValueError, match="model: expected a decoder, got an encoder"):
         analyses.positions.analyse(subject, Corpus.open(data), [16], tokens=64)
-    with pytest.raises(ValueError, match="model: expected a decoder, got an encoder"):
-        analyses.recall.analyse(subject, None, [16], trials=2)
     assert not (encoder / "analysis").exists()
 
 

@@ -8,24 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from lengthen.cli.generate import Text, unescaped
+from lengthen.cli.generate import unescaped
 from lengthen.cli.main import main
-from lengthen.data.tokenizer import Tokenizer, train
+from lengthen.model import memory
 
 Capture = pytest.CaptureFixture[str]
-SMALL = ["--model.layers=1", "--model.width=16", "--model.heads=2", "--model.train_length=16", "--train.batch=4"]
-SMALL += ["--train.steps=2", "--evaluation.every=0", "--checkpoint.every=0", "--schedule.warmup=1", "--device=cpu"]
-
-
-@pytest.fixture(scope="module")
-def model(data: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    out = tmp_path_factory.mktemp("model") / "run"
-    assert main(["train", "tiny", "--data", data, "--out", str(out), *SMALL]) == 0
-    return str(out)
 
 
 def generate(capsys: Capture, *words: object) -> tuple[str, str]:
@@ -80,6 +70,9 @@ def test_prompts_come_from_standard_input(model: str, capsys: Capture, monkeypat
     plain, _ = generate(capsys, *words, "--prompt", "naïve\n")
     given(monkeypatch, "naïve\n".encode())
     assert generate(capsys, *words, "--stdin")[0] == plain
+    nothing, _ = generate(capsys, *words)
+    given(monkeypatch, b"")
+    assert generate(capsys, *words, "--stdin")[0] == nothing  # a document begins
     line, _ = generate(capsys, *words, "--prompt", "naïve")
     given(monkeypatch, "naïve\n".encode() + b"\xff\n" + "naïve".encode())
     found, told = generate(capsys, *words, "--interactive")
@@ -107,6 +100,23 @@ def test_what_does_not_fit_is_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", [[], ["--cache", "reach"]])
+def test_a_prompt_longer_than_memory_is_one_line(
+    more: list[str], model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available", lambda device: 100_000)
+    given(monkeypatch, b"x" * 5_000)
+    assert main(["generate", model, "--device", "cpu", "--stdin", *more]) == 1
+    said = capsys.readouterr().err
+    assert "prompts: expected keys and values that fit into memory, got 1 × 5,000 tokens" in said
+    assert said.endswith("--cache reach with --mode certified does not grow\n")
+    assert said.count("\n") == 1
+    given(monkeypatch, b"x" * 5_000)
+    assert (
+        main(["generate", model, "--device", "cpu", "--stdin", "--cache=reach", "--mode=certified", "--tokens=1"]) == 0
+    )
+
+
 def test_ctrl_c_ends_with_what_there_is(model: str) -> None:
     words = [sys.executable, "-m", "lengthen", "generate", model, "--prompt", "the", "--tokens", "1000000"]
     words += ["--temperature", "3", "--device", "cpu"]
@@ -123,53 +133,6 @@ def test_ctrl_c_ends_with_what_there_is(model: str) -> None:
     lines = told.decode().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("stopped after ")
-
-
-class TestText:
-    def stream(self, ids: list[int], *stops: str, tokenizer: Tokenizer | None = None) -> list[str]:
-        text = Text(tokenizer or Tokenizer(), list(stops))
-        parts = []
-        for token in ids:
-            text.add(token)
-            parts.append(text.take())
-        text.finish()
-        return [*parts, text.take()]
-
-    def test_characters_are_whole(self) -> None:
-        said = "naïve — 漢字 🦉!"
-        parts = self.stream(list(said.encode()))
-        assert "".join(parts) == said
-        assert all("\ufffd" not in part for part in parts)
-        assert parts[3] == "ï"
-
-    def test_bytes_that_are_no_text_are_replaced(self) -> None:
-        ids = [*b"a", 0xFF, 0xC3, *b"b", 0xE2, 0x82]
-        assert "".join(self.stream(ids)) == bytes(ids).decode("utf-8", "replace")
-        long = [0x80, *b"x"] * 200
-        assert "".join(self.stream(long)) == bytes(long).decode("utf-8", "replace")
-
-    def test_long_texts_are_what_they_are_at_once(self) -> None:
-        said = "the whale — 漢字, " * 100
-        assert "".join(self.stream(list(said.encode()))) == said
-
-    def test_stops_across_tokens_are_honoured(self) -> None:
-        assert "".join(self.stream(list(b"one END two"), "END")) == "one "
-        assert "".join(self.stream(list(b"one EN two E"), "END")) == "one EN two E"
-        assert "".join(self.stream(list(b"aab"), "ab")) == "a"
-        assert self.stream(list(b"xEND"), "END", "N") == ["x", "", "E", "", ""]
-        assert "".join(self.stream(list("wal—x".encode()), "—")) == "wal"
-
-    def test_a_bpe_too(self, tmp_path: Path) -> None:
-        said = "the ship, the whale, naïve 漢字; " * 20
-        train([said], 280, tmp_path / "tokenizer.json")
-        tokenizer = Tokenizer(tmp_path / "tokenizer.json", "bpe")
-        parts = self.stream(tokenizer.encode(said), tokenizer=tokenizer)
-        assert "".join(parts) == said
-        assert all("\ufffd" not in part for part in parts)
-        assert "".join(self.stream(tokenizer.encode(said), "whale, na", tokenizer=tokenizer)) == "the ship, the "
-
-    def test_tokens_that_the_tokenizer_has_not_are_left_out(self) -> None:
-        assert "".join(self.stream([97, 300, 98])) == "ab"
 
 
 def test_stops_may_be_escaped() -> None:

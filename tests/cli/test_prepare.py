@@ -36,7 +36,7 @@ def test_from_text_to_a_corpus(text: Path, tmp_path: Path, capsys: pytest.Captur
     said = capsys.readouterr().out
     for stage in ("checking", "reading", "training the tokenizer", "tokenising", "writing"):
         assert re.search(rf"^{stage}: ", said, flags=re.MULTILINE)
-    assert re.search(rf"train +{documents[0]} documents +{len(corpus['train']):,} tokens .* bytes a token", said)
+    assert re.search(rf"train +{documents[0]} documents +{len(corpus['train']):,} tokens .* bytes per token", said)
     assert f"{out}: prepared in" in said
     assert said.endswith(f"Next: lengthen train tiny --data {out}\n")
 

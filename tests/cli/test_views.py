@@ -30,7 +30,7 @@ def start(first: int = 0, processes: int = 1, out: str = "runs/x", steps: int = 
 
 
 def step(number: int, loss: float = 2.5, **more: Any) -> Record:
-    numbers = {"rate": 6e-4, "norm": 0.8, "tokens": 99, "tokens_per_second": 12345.6, "utilisation": None}
+    numbers = {"lr": 6e-4, "grad_norm": 0.8, "tokens": 99, "tokens_per_second": 12345.6, "mfu": None}
     return {"kind": "step", "step": number, "loss": loss, **numbers, **more}
 
 
@@ -96,8 +96,8 @@ def test_lines_every_few_seconds_and_at_the_end(clock: list[float], capsys: Capt
 
 def test_lines_on_a_gpu_say_how_much_of_it_is_used(capsys: Capture) -> None:
     watcher = Lines(every=0)
-    watcher.stepped(step(1, utilisation=0.4567, loss=math.nan))
-    assert capsys.readouterr().out == "step 1/0  loss nan  12,346 tokens/s  45.7% of the GPU's peak\n"
+    watcher.stepped(step(1, mfu=0.4567, loss=math.nan))
+    assert capsys.readouterr().out == "step 1/0  loss nan  12,346 tokens/s  45.7% MFU\n"
 
 
 def drawn(watcher: Live) -> str:
@@ -128,15 +128,15 @@ def test_a_run_from_start_to_end(terminal: Console, clock: list[float]) -> None:
         watcher.evaluated(evaluation(0, length, perplexity))
     for number in range(1, 101):
         clock[0] += 0.5
-        watcher.stepped(step(number, loss=5 - number / 50, utilisation=0.25))
+        watcher.stepped(step(number, loss=5 - number / 50, mfu=0.25))
     picture = drawn(watcher)
     assert "training" in picture
     assert "100/2,000" in picture
     assert "15 min 50 s left" in picture
     assert "12,346 tokens/s" in picture
-    assert "25.0% of the GPU's peak" in picture
-    assert "rate 6.00e-04" in picture
-    assert "gradient 0.80" in picture
+    assert "25.0% MFU" in picture
+    assert "lr 6.00e-04" in picture
+    assert "grad_norm 0.80" in picture
     assert "checkpoint none yet" in picture
     smooth = float(re.search(r"loss (\d\.\d{4})", picture)[1])  # type: ignore[index]
     assert 3.0 < smooth < 3.5, "smoothed, it lags behind"

@@ -78,6 +78,43 @@ def expected(model: Transformer, prompt: list[int], count: int) -> list[int]:
 PROMPTS = [[3], [1, 2, 3, 4, 5, 6, 7, 8, 9], [5, 5, 5, 0], [18, 2]]
 
 
+@pytest.mark.parametrize("method", ["alibi", "rotary", "sinusoidal", "t5", "xpos+alibi"])
+@pytest.mark.parametrize(("mask", "policy"), [("causal", "full"), ("window", "window"), ("blockwise", "window")])
+def test_two_caches_become_one(make: Make, method: str, mask: str, policy: str) -> None:
+    model, options = make(positions=method, layers=1), {"policy": policy, "mask": MASKS[mask]()}
+    first, second = torch.randint(19, (2, 30)), torch.randint(19, (1, 30))
+    a, b = model.cache(starts=[3, 0], **options), model.cache(**options)
+    model.extend(first[:, :17], a)
+    model.extend(second[:, :6], b)
+    both = (b if policy == "full" else a).joined(a if policy == "full" else b)
+    swapped = policy == "full"
+    rows = [second[0, 6:14], *first[:, 17:25]] if swapped else [*first[:, 17:25], second[0, 6:14]]
+    ids = torch.stack(rows)
+    found = torch.cat([model.extend(ids[:, i : i + 1], both) for i in range(8)], dim=1)
+    plain = [(first[0, 3:25], MASKS[mask]()), (first[1, :25], MASKS[mask]()), (second[0, :14], MASKS[mask]())]
+    expected = [model.hidden(one[None], seen)[0, -8:] for one, seen in plain]
+    order = [2, 0, 1] if swapped else [0, 1, 2]
+    torch.testing.assert_close(found, torch.stack([expected[i] for i in order]), rtol=1e-10, atol=1e-10)
+    left = both.rows([order.index(2)])  # slots before its first are forgotten, and those that are left renumbered
+    model.extend(second[:, 14:15], left)
+    again = left.joined(left)
+    assert again.length < both.length or policy == "window"
+    found = model.extend(second[:, 15:16].expand(2, -1), again)
+    expected_last = model.hidden(second[:, :16], MASKS[mask]())[:, -1:].expand(2, -1, -1)
+    torch.testing.assert_close(found, expected_last, rtol=1e-10, atol=1e-10)
+
+
+def test_only_caches_of_one_kind_are_joined(make: Make) -> None:
+    model = make()
+    caches = {policy: model.cache(policy) for policy in ("full", "reach")}
+    for cache in caches.values():
+        model.extend(torch.tensor([[1]]), cache)
+    for one, other in product(caches, caches):
+        if (one, other) != ("full", "full"):
+            with pytest.raises(ValueError, match="other: expected two caches of one policy"):
+                caches[one].joined(caches[other])
+
+
 @pytest.mark.parametrize("method", ["alibi", "rotary", "sinusoidal", "xpos"])
 def test_a_ragged_batch_gives_what_each_prompt_gives_alone(make: Make, method: str) -> None:
     model = make(positions=method)
@@ -147,6 +184,7 @@ def test_prompts_that_do_not_fit_are_refused_by_name(make: Make) -> None:
     model = make()
     for prompts, message in (
         ([[1], []], r"prompts\[1\]: expected at least one token, got none"),
+        ([[], [1] * 100], r"prompts\[0\]: expected at least one token, got none"),
         ([], "prompts: expected at least one, got none"),
         ([[1, 19]], r"prompts\[0\]: expected tokens 0 … 18, got 19"),
         ([torch.zeros(2, 2)], r"prompts\[0\]: expected integers of one dimension"),

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lengthen.attention import Window
 from lengthen.model import IGNORED, Transformer
-from lengthen.model.score import BATCH_TOKENS, Reading, Task, evaluating, losses, precision_of, window_losses
+from lengthen.model.score import BATCH_TOKENS, Reading, Task, evaluating, logits_at, losses, precision_of, window_losses
 
 Make = Callable[..., Transformer]
 TEXT = np.random.default_rng(0).integers(0, 19, 100)
@@ -113,3 +114,19 @@ def test_the_model_is_afterwards_as_it_was(make: Make) -> None:
     next(windows)  # and between two batches
     assert [module.training for module in model.modules()] == was
     assert torch.is_grad_enabled()
+
+
+def test_logits_at_some_places(make: Make) -> None:
+    """Those of the whole, row by row; of a plain function, of what has `.logits`, and of our own model alike."""
+    model = make().train()
+    ids = torch.from_numpy(TEXT[:40]).view(2, 20)
+    where = torch.zeros(2, 20, dtype=torch.bool)
+    where[0, 3] = where[1, 2] = where[1, 19] = True
+    whole = model(ids).detach()
+    expected = torch.stack([whole[0, 3], whole[1, 2], whole[1, 19]])
+    torch.testing.assert_close(logits_at(model, ids, where), expected)
+    assert model.training
+    torch.testing.assert_close(logits_at(lambda ids: model(ids), ids, where), expected)
+    narrow = logits_at(model, ids, where, Window(4))
+    torch.testing.assert_close(narrow, model(ids, mask=Window(4)).detach()[where])
+    assert not torch.allclose(narrow, expected)

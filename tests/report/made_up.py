@@ -82,7 +82,8 @@ def analyses(positions: str) -> dict[str, dict[str, Any]]:
             for n in (64, 1024)
         ],
         "reach": [
-            {"length": n, "reach": heads, "share": [[min(1, r / n) for r in row] for row in heads]} for n in (256, 1024)
+            {"length": n, "reach": heads, "fraction": [[min(1, r / n) for r in row] for row in heads]}
+            for n in (256, 1024)
         ],
         "distance": [
             {
@@ -104,15 +105,30 @@ def analyses(positions: str) -> dict[str, dict[str, Any]]:
             }
             for i, n in enumerate((32, 64, 128))
         ],
-        "recall": [
-            {"distance": n, "accuracy": min(1.0, max(0.02, 1 - slope * i / 2)), "trials": 256}
-            for i, n in enumerate(LENGTHS)
+        "longppl": [
+            {"length": n, "candidates": 900, "key_tokens": 40, "long_ppl": 2.0 + slope * i, "standard_error": 0.1}
+            | {"soft_long_ppl": 4.0, "perplexity": 5.0}
+            for i, n in enumerate((64, 128, 256))
         ],
     }
     made: dict[str, dict[str, Any]] = {kind: {"kind": kind, **about, "rows": rows[kind]} for kind in rows}
     made["induction"] |= {"device": "cpu", "precision": "float32", "version": "0.1.0"}  # others' files are older
     made["positions"]["curse"] = {"short": 64, "long": 1024, "gain": 0.2, "from_context": 0.05, "from_curse": 0.15}
     return made
+
+
+def tasks(positions: str) -> list[dict[str, Any]]:
+    """What `lengthen eval --task passkey,variables` would leave: two lines are of one point, the later replaces."""
+    slope = abs(GROWTH.get(positions, 0.2))
+    about = {"kind": "task", "checkpoint": "step-00002000", "data": "9f86d081884c7d65", "device": "cpu"}
+    first = {"task": "passkey", "length": 64, "depths": [0], "right": [0], "counts": [9]}
+    lines: list[dict[str, Any]] = [about | first]
+    for i, length in enumerate(LENGTHS[:4]):
+        right = [round(20 * max(0, 1 - slope * i * (2 - depth))) for depth in (0, 0.5, 1)]
+        one = {"length": length, "depths": [0, 0.5, 1], "right": right, "counts": [20, 20, 20], "chance": 1e-5}
+        lines.append(about | {"task": "passkey", "token_accuracy": 0.5, **one})
+    other = {"depths": [None], "right": [7], "counts": [20], "protocol": "blockwise", "block": 32}
+    return [*lines, about | {"task": "variables", "length": 256, "chance": 0.5, **other}]
 
 
 def write(folder: Path, positions: str = "alibi", full: bool = True, lines: list[dict[str, Any]] | None = None) -> Path:
@@ -127,6 +143,8 @@ def write(folder: Path, positions: str = "alibi", full: bool = True, lines: list
     if full:
         model = f'[model]\npositions = "{positions}"\ntrain_length = 64\nlayers = 4\nwidth = 144\nheads = 4\n'
         (folder / "config.toml").write_text(model, encoding="utf-8")
+        told = "".join(json.dumps(line) + "\n" for line in tasks(positions))
+        (folder / "tasks.jsonl").write_text(told, encoding="utf-8")
         (folder / "analysis").mkdir()
         for kind, analysis in analyses(positions).items():
             (folder / "analysis" / f"{kind}.json").write_text(json.dumps(analysis), encoding="utf-8")

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up import LENGTHS, evaluation, write
+from made_up import LENGTHS, evaluation, tasks, write
 
 from lengthen.report import Report, collect
 from lengthen.report.charts import METHODS, colours
 from lengthen.report.lines import COLOURS
+from lengthen.report.tasks import newest
 
 
 def test_everything_of_a_run_is_read(report: Report) -> None:
     run = report.runs[0]
     assert (run.label, run.positions, run.train_length, run.model["layers"]) == ("alibi", "alibi", 64, 4)
-    assert set(run.analyses) == {"resolution", "positions", "reach", "distance", "induction", "recall"}
+    assert set(run.analyses) == {"resolution", "positions", "reach", "distance", "induction", "longppl"}
     assert [curve.label for curve in report.curves][:2] == ["alibi", "alibi · blockwise 32"]
     assert [one.length for one in report.curves[0].records] == list(LENGTHS)
 
@@ -176,10 +177,10 @@ def test_analyses_that_are_not_what_they_should_be_are_named(tmp_path: Path) -> 
         ('{"rows": 3}', "rows: expected a list"),
         ('{"rows": [3]}', r"rows\[0\]: expected a table"),
         ('{"rows": [{"length": 3}]}', "row 1: expected what `lengthen analyse --what reach` writes, got KeyError"),
-        ('{"rows": [{"length": "3", "reach": [[1]], "share": [[1]]}]}', "length: expected a whole number, got '3'"),
-        ('{"rows": [{"length": 3, "reach": [["a"]], "share": [[1]]}]}', "reach: expected a number, got 'a'"),
-        ('{"rows": [{"length": 3, "reach": [1], "share": [1]}]}', "row 1: expected what"),
-        ('{"rows": [{"length": 3, "reach": [[1, 2]], "share": [[1]]}]}', "shorter"),
+        ('{"rows": [{"length": "3", "reach": [[1]], "fraction": [[1]]}]}', "length: expected a whole number, got '3'"),
+        ('{"rows": [{"length": 3, "reach": [["a"]], "fraction": [[1]]}]}', "reach: expected a number, got 'a'"),
+        ('{"rows": [{"length": 3, "reach": [1], "fraction": [1]}]}', "row 1: expected what"),
+        ('{"rows": [{"length": 3, "reach": [[1, 2]], "fraction": [[1]]}]}', "shorter"),
     ):
         path.write_text(text)
         with pytest.raises((TypeError, ValueError), match=f"reach.json.*{said}"):
@@ -212,3 +213,26 @@ def test_how_far_a_curve_holds(one: Callable[..., Report], losses: list[float | 
     lines = [evaluation("alibi", n, loss=loss, **bare) for n, loss in zip(LENGTHS, losses, strict=True)]
     found = one(*lines).curves[0].verdict
     assert (found.length if found else None) == holds
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"right": [3]}, "expected as many of each"),
+        ({"right": [30, 1, 1]}, "right: expected at most"),
+        ({"length": "x"}, "length"),
+    ],
+)
+def test_a_wrong_line_of_tasks_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    folder = write(tmp_path / "run")
+    lines = [*tasks("alibi")[1:3], tasks("alibi")[1] | change]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises((TypeError, ValueError), match=rf"tasks\.jsonl, line 3.*{message}"):
+        collect([folder])
+
+
+def test_the_later_of_two_answers_is_drawn(report: Report) -> None:
+    found = newest(report.runs[0].tasks)
+    assert [(one.task, one.length) for one in found[:2]] == [("passkey", 64), ("passkey", 128)]
+    assert found[0].counts == [20, 20, 20]
+    assert found[-1].how({}) == "" or found[-1].how({}).startswith("blockwise")

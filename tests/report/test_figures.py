@@ -18,7 +18,8 @@ from lengthen.report.lines import lines, row
 
 EVERY = {
     *("perplexity", "perplexity_per_word", "bits_per_byte", "perplexity_relative", "resolution"),
-    *("resolution_relative", "loss_by_position", "speed", "memory", "induction", "recall", "reach", "distance"),
+    *("resolution_relative", "loss_by_position", "speed", "memory", "induction", "longppl", "reach", "distance"),
+    *("task_passkey", "task_variables", "depths_passkey"),
 }
 
 

@@ -83,16 +83,18 @@ def test_every_section_is_there_with_n_and_how_it_was_made(report: Report) -> No
         "reach",
         "distance",
         "induction",
-        "recall",
+        "longppl",
+        "tasks",
+        "depths",
         "speed",
         "runs",
         "papers",
     ]
     assert [a["id"] for tag, a in page.found if tag == "section"] == names
     assert [a["href"] for tag, a in page.found if tag == "a"][: len(names)] == [f"#{name}" for name in names]
-    assert [a["data-chart"] for tag, a in page.found if tag == "figure"] == names[:8]
+    assert [a["data-chart"] for tag, a in page.found if tag == "figure"] == names[:10]
     captions = re.findall("<figcaption>(.*?)</figcaption>", text)
-    assert len(captions) == 8
+    assert len(captions) == 10
     assert all(caption.startswith("n = ") for caption in captions)
     assert sum(tag == "table" for tag, _ in page.found) == text.count("<div class=scroll")  # each folded, and scrolls
     for kind, caption in zip(names[1:7], captions[1:7], strict=True):
@@ -161,7 +163,7 @@ def test_without_a_value_at_the_training_length_there_is_no_ratio(one: Callable[
 def test_a_section_without_numbers_is_left_out(tmp_path: Path) -> None:
     page = Elements(html(collect([write(tmp_path / "run", full=False)])))
     assert "perplexity" in {a.get("id") for _, a in page.found}
-    assert not {"resolution", "positions", "reach", "distance", "induction", "recall"} & {
+    assert not {"resolution", "positions", "reach", "distance", "induction", "longppl", "tasks"} & {
         a.get("id") for _, a in page.found
     }
 
@@ -229,13 +231,16 @@ def test_no_number_breaks_the_page(tmp_path_factory: Any, values: dict[str, Any]
             {"length": length, "blockwise": False, "block": None, "resolution": values["loss"], "layers": [0.5]}
         ],
         "positions": [{"length": length, "positions": [length], "loss": [values["loss"]], "count": [3]}],
-        "reach": [{"length": length, "reach": [[values["loss"]]], "share": [[values["unigram"]]]}],
+        "reach": [{"length": length, "reach": [[values["loss"]]], "fraction": [[values["unigram"]]]}],
         "distance": [{"length": length, "distances": [0], "weight": [[[values["loss"]]]]}],
         "induction": [
             {"length": length, "sequences": 9, "first": 1.0, "second": 2.0, "difference": values["loss"]}
             | {"standard_error": values["unigram"], "previous": [values["perplexity"]], "induction": [0.5]}
         ],
-        "recall": [{"distance": length, "accuracy": values["loss"], "trials": 3}],
+        "longppl": [
+            {"length": length, "candidates": 9, "key_tokens": 3, "long_ppl": values["loss"], "perplexity": 2.0}
+            | {"standard_error": values["unigram"], "soft_long_ppl": values["perplexity"]}
+        ],
     }
     for kind, some in rows.items():
         (folder / "analysis" / f"{kind}.json").write_text(json.dumps({"rows": some}))

@@ -39,7 +39,7 @@ def analysis(run: Path, kind: str) -> dict[str, Any]:
 
 def test_evaluations_are_those_of_the_files(report: Report, runs: list[Path], tmp_path: Path) -> None:
     paths = write_csv(report, tmp_path / "csv")
-    names = ["evaluation", "resolution", "positions", "curse", "reach", "distance", "induction", "recall"]
+    names = ["evaluation", "resolution", "positions", "curse", "reach", "distance", "induction", "longppl", "tasks"]
     names.append("differences")
     assert [path.name for path in paths] == [f"{name}.csv" for name in names]
     rows = iter(read(paths[0]))
@@ -80,7 +80,7 @@ def test_analyses_are_those_of_the_files(report: Report, runs: list[Path], tmp_p
     ]
     assert numbers("positions", "loss") == [value for row in rows["positions"] for value in row["loss"]]
     assert numbers("positions", "position") == [value for row in rows["positions"] for value in row["positions"]]
-    for key in ("reach", "share"):
+    for key in ("reach", "fraction"):
         assert numbers("reach", key) == [value for row in rows["reach"] for heads in row[key] for value in heads]
     assert numbers("distance", "weight") == [
         value for row in rows["distance"] for heads in row["weight"] for weights in heads for value in weights
@@ -93,8 +93,8 @@ def test_analyses_are_those_of_the_files(report: Report, runs: list[Path], tmp_p
     for key in ("previous", "induction"):
         layers = [float(row[key]) for row in read(tmp_path / "induction.csv") if row["layer"]]
         assert layers == [value for row in rows["induction"] for value in row[key]]
-    for key in ("distance", "accuracy", "trials"):
-        assert numbers("recall", key) == [row[key] for row in rows["recall"]]
+    for key in ("length", "long_ppl", "standard_error", "soft_long_ppl", "key_tokens"):
+        assert numbers("longppl", key) == [row[key] for row in rows["longppl"]]
     curse = read(tmp_path / "curse.csv")
     assert [float(row["from_curse"]) for row in curse] == [0.15] * len(runs)
 
@@ -145,3 +145,20 @@ def test_other_text_is_as_it_was(tmp_path: Path, text: str) -> None:
 def test_what_no_run_has_is_not_written(tmp_path: Path) -> None:
     report = Report([Run("run", "alibi", 64, "alibi", evaluations=[measurement("alibi", 64)])])
     assert [path.name for path in write_csv(report, tmp_path)] == ["evaluation.csv"]
+
+
+def test_tasks_have_a_row_for_all_samples_and_one_for_each_depth(report: Report, tmp_path: Path) -> None:
+    write_csv(report, tmp_path)
+    found = [row for row in read(tmp_path / "tasks.csv") if row["run"] == report.runs[0].path]
+    assert [(row["task"], row["length"], row["depth"]) for row in found][2:7] == [
+        ("passkey", "64", ""),
+        ("passkey", "64", "0.0"),
+        ("passkey", "64", "0.5"),
+        ("passkey", "64", "1.0"),
+        ("passkey", "128", ""),
+    ]
+    asked = report.runs[0].tasks[1]
+    p = sum(asked.right) / 60
+    assert float(found[2]["accuracy"]) == p
+    assert float(found[2]["standard_error"]) == pytest.approx(math.sqrt(p * (1 - p) / 60))
+    assert [row["depth"] for row in found if row["task"] == "variables"] == [""]

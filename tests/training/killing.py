@@ -1,6 +1,6 @@
 """Trains in forked children, one of which is killed again and again, until they end by themselves.
 
-    python killing.py DATA OUT KILLS SEED PROCESSES        run by test_killed.py
+    python killing.py DATA OUT STEPS KILLS SEED PROCESSES        run by test_killed.py
 
 Half of the kills come at a random moment, some steps on; half strike the first child just before its n-th fsync, rename
 or removal, which is where a checkpoint would be half-written if it could be. Prints a line a kill: how, and which
@@ -27,12 +27,10 @@ from conftest import make_config
 from lengthen.data import Corpus
 from lengthen.training import train, world
 
-STEPS = 280
 
-
-def config(keep: int) -> Any:
+def config(steps: int, keep: int) -> Any:
     every = {"checkpoint__every": 4, "checkpoint__keep": keep, "evaluation__every": 8}
-    return make_config(train__steps=STEPS, model__dropout=0.1, **every)
+    return make_config(train__steps=steps, model__dropout=0.1, **every)
 
 
 def strike(at: int) -> None:
@@ -66,7 +64,7 @@ def wait(path: Path, steps: int) -> None:
         time.sleep(0.001)
 
 
-def run(rank: int, processes: int, port: int, corpus: Corpus, out: Path, keep: int, at: int | None) -> None:
+def run(rank: int, processes: int, port: int, settings: Any, corpus: Corpus, out: Path, at: int | None) -> None:
     """Train as one of the processes, and end."""
     status = 1
     try:
@@ -76,7 +74,7 @@ def run(rank: int, processes: int, port: int, corpus: Corpus, out: Path, keep: i
             about = {"RANK": rank, "WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ.update({name: str(value) for name, value in about.items()})
         with world("cpu") as here:
-            train(config(keep), corpus, out, here)
+            train(settings, corpus, out, here)
         status = 0
     finally:
         os._exit(status)
@@ -96,10 +94,10 @@ def ended(children: list[int]) -> list[int]:
 
 
 def main() -> None:
-    data, out, kills, seed, processes = sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:6])
+    data, out, total, kills, seed, processes = sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:7])
     torch.set_num_threads(1)
     draw = random.Random(seed)
-    corpus, keep = Corpus.open(data), 2 if kills else 10_000  # all of a run that others are compared with
+    corpus, settings = Corpus.open(data), config(total, 2 if kills else 10_000)  # all, of what others are compared with
     for number in range(10 * kills + 1):
         at = draw.randint(1, 80) if number % 2 else None  # a checkpoint makes some sixteen such calls
         steps, delay = draw.randint(1, 12), draw.uniform(0, 0.02)
@@ -110,7 +108,7 @@ def main() -> None:
         for rank in range(processes):
             children.append(os.fork())
             if children[-1] == 0:
-                run(rank, processes, port, corpus, out, keep, at if number < kills else None)
+                run(rank, processes, port, settings, corpus, out, at if number < kills else None)
         if number < kills and at is None:
             wait(out / "metrics.jsonl", steps)
             time.sleep(delay)

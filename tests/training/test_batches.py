@@ -28,7 +28,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 def config(kind: str = "decoder", batch: int = 8, seed: int = 0, **data: Any) -> Config:
     model = ModelConfig(vocab_size=258, layers=1, width=16, heads=2, train_length=24, kind=kind)
-    return Config(model, data=DataConfig(**data), train=TrainConfig(batch=batch, seed=seed, mask_share=0.3))
+    return Config(model, data=DataConfig(**data), train=TrainConfig(batch=batch, seed=seed, mask_fraction=0.3))
 
 
 def batches(corpus: Corpus, rank: int = 0, size: int = 1, **changes: Any) -> Batches:

@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from killing import STEPS
 
 from lengthen.data import Corpus
 from lengthen.training import checkpoint as checkpoints
 from lengthen.training import log
 from lengthen.training.log import Record
-
-KILLS = 24
 
 
 def told(path: Path) -> list[Record]:
@@ -28,11 +25,11 @@ def told(path: Path) -> list[Record]:
     ]
 
 
-def trained(corpus: Corpus, out: Path, kills: int, processes: int) -> list[dict[str, Any]]:
-    """Train with this many kills; return what is said of each."""
+def trained(corpus: Corpus, out: Path, steps: int, kills: int, processes: int) -> list[dict[str, Any]]:
+    """Train so many steps, with this many kills; return what is said of each."""
     script = str(Path(__file__).with_name("killing.py"))
     done = subprocess.run(
-        [sys.executable, script, str(corpus.directory), str(out), str(kills), "7", str(processes)],
+        [sys.executable, script, str(corpus.directory), str(out), str(steps), str(kills), "7", str(processes)],
         capture_output=True,
         text=True,
         check=False,
@@ -44,16 +41,16 @@ def trained(corpus: Corpus, out: Path, kills: int, processes: int) -> list[dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_killed_over_twenty_times_it_takes_the_same_steps_bit_for_bit(
-    corpus: Corpus, tmp_path: Path, processes: int
+@pytest.mark.parametrize(("processes", "steps", "kills"), [(1, 280, 24), (2, 90, 8)])
+def test_killed_many_times_it_takes_the_same_steps_bit_for_bit(
+    corpus: Corpus, tmp_path: Path, processes: int, steps: int, kills: int
 ) -> None:
-    assert len(trained(corpus, tmp_path / "whole", 0, processes)) == 1
-    rounds = trained(corpus, tmp_path / "killed", KILLS, processes)
-    assert sum(one["killed"] for one in rounds) >= 20
-    assert len({tuple(one["there"]) for one in rounds}) >= 8  # kills at many stages of the run
+    assert len(trained(corpus, tmp_path / "whole", steps, 0, processes)) == 1
+    rounds = trained(corpus, tmp_path / "killed", steps, kills, processes)
+    assert sum(one["killed"] for one in rounds) >= 0.8 * kills
+    assert len({tuple(one["there"]) for one in rounds}) >= kills // 3  # kills at many stages of the run
     expected = told(tmp_path / "whole")
-    assert [record["step"] for record in expected if record["kind"] == "step"] == [*range(1, STEPS + 1)]
+    assert [record["step"] for record in expected if record["kind"] == "step"] == [*range(1, steps + 1)]
     assert told(tmp_path / "killed") == expected
     left = checkpoints.folders(tmp_path / "killed" / "checkpoints")
     assert len(left) in (2, 3)

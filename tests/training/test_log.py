@@ -28,9 +28,9 @@ def step(number: int, **more: object) -> Record:
 @given(loss=st.floats(), rate=st.floats())
 def test_floats_come_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, loss: float, rate: float) -> None:
     path = tmp_path_factory.mktemp("log") / "metrics.jsonl"
-    write(path, [step(1, loss=loss, rate=rate)])
+    write(path, [step(1, loss=loss, lr=rate)])
     (record,) = read(path)
-    for ours, theirs in ((record["loss"], loss), (record["rate"], rate)):
+    for ours, theirs in ((record["loss"], loss), (record["lr"], rate)):
         assert ours == theirs or (math.isnan(ours) and math.isnan(theirs))
         assert math.copysign(1, ours) == math.copysign(1, theirs) or math.isnan(theirs)
 

@@ -208,7 +208,7 @@ def test_a_changed_setting_is_told_and_used(corpus: Corpus, make: Make, alone: W
         "changed since step-00000006 was written: train.steps: 6 → 12",
         "changed since step-00000006 was written: optimizer.lr: 0.003 → 1e-05",
     ]
-    rates = [record["rate"] for record in log.read(tmp_path / "metrics.jsonl") if record["kind"] == "step"]
+    rates = [record["lr"] for record in log.read(tmp_path / "metrics.jsonl") if record["kind"] == "step"]
     assert rates[-1] == 1e-5
 
 

@@ -136,14 +136,3 @@ def test_processes_share_it(make: Make, mode: str, device: str, fraction: float)
     here = World(0, 4, torch.device(device))
     assert memory.needed_by_model(config, here) == fraction * 16 * config.model.parameters
     assert memory.needed_by_inputs(config, here) == 16 * 4 * 16 * (1 if device == "cpu" else 1 / 4)
-
-
-def test_the_memory_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    here, limit = World(0, 1, torch.device("cpu")), tmp_path / "memory.max"
-    monkeypatch.setattr(memory, "LIMITS", ())
-    there = memory.available(here)
-    assert there > 1 << 28
-    monkeypatch.setattr(memory, "LIMITS", (str(limit), str(tmp_path / "none")))
-    for said, expected in (("max\n", there), ("1000\n", 1000), (f"{1 << 63}\n", there)):
-        limit.write_text(said)
-        assert memory.available(here) == expected

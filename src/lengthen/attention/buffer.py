@@ -109,6 +109,23 @@ class Buffer:
             other._ball = Ball(self._ball.centre[index], self._ball.radius[index], self._ball.keys)
         return other
 
+    def joined(self, other: Buffer, lowered: int) -> Buffer:
+        """Return a buffer of both's sequences, whose last slots are the same; slots are renumbered from `lowered` on.
+
+        The one that keeps fewer is filled with zeros at the front: slots that its sequences do not see.
+        """
+        both, end, kept = Buffer(), max(self.end, other.end) - lowered, max(len(self), len(other))
+        both.base, both.end = end - kept, end
+        for name, parts in (("_k", (self.k, other.k)), ("_v", (self.v, other.v))):
+            rows, (_, heads, _, width) = sum(part.shape[0] for part in parts), parts[0].shape
+            storage = parts[0].new_zeros(rows, heads, max(LEAST, 2 * kept), width)
+            first = 0
+            for part in parts:
+                storage[first : first + part.shape[0], :, kept - part.shape[2] : kept] = part
+                first += part.shape[0]
+            setattr(both, name, storage)
+        return both
+
 
 def seen_from(mask: Mask, queries: int, base: int, end: int, device: torch.device) -> Mask:
     """Return a mask of slots, for the last `queries` of them, as one of the keys of the slots from `base` to `end`."""

@@ -7,7 +7,7 @@
 
 All sequences of a batch grow together, by the same number of slots at each step. One that is shorter begins at a later
 slot (left padding, `starts`) and counts its positions from there, so it sees exactly what it would see alone. One that
-has ended gives its row up (`rows`), or another begins in its place (`restart`).
+has ended gives its row up (`rows`), another begins in its place (`restart`), or two caches become one (`joined`).
 
 >>> import torch, lengthen
 >>> from lengthen.attention.cache import Cache
@@ -63,11 +63,22 @@ class Layer:
         """Bytes in host memory: none."""
         return 0
 
+    @property
+    def kept(self) -> int:
+        """How many slots are kept."""
+        return len(self.buffer)
+
     def rows(self, index: Tensor) -> Layer:
         """Return the layer of these sequences, in memory of its own."""
         other = Layer(self.tolerance)
         other.buffer, other.bound = self.buffer.rows(index), self.bound
         return other
+
+    def joined(self, other: Layer, lowered: int) -> Layer:
+        """Return the layer of both's sequences, as `Buffer.joined` has them."""
+        both = Layer(self.tolerance)
+        both.buffer, both.bound = self.buffer.joined(other.buffer, lowered), max(self.bound, other.bound)
+        return both
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, decay: Decay | None, mask: Mask, forget: int = 0
@@ -207,6 +218,42 @@ class Cache:
         other.starts = None if self.starts is None else self.starts[rows.cpu()]
         other.layers = [layer.rows(rows) for layer in self.layers]
         return other
+
+    def joined(self, other: Cache) -> Cache:
+        """Return a cache of this one's sequences and another's of the same kind, in memory of its own.
+
+        The shorter ones begin at later slots. Not for "reach": what a head has given up differs.
+        """
+        pairs = [
+            (a, b)
+            for a, b in zip(self.layers, other.layers, strict=True)
+            if isinstance(a, Layer) and isinstance(b, Layer)
+        ]
+        if len(pairs) < len(self.layers) or self.policy != other.policy:
+            named = f"{self.policy!r} and {other.policy!r}"
+            raise ValueError(f"other: expected two caches of one policy, 'full' or 'window', got {named}")
+        end = max(self.length, other.length)
+        starts = torch.cat([one.begins + end - one.length for one in (self, other)])
+        lowered = min(int(starts.min()), end - max(self.kept, other.kept))  # slots need not count from long ago
+        both = object.__new__(Cache)
+        both.policy, both.mode, both.mask = self.policy, self.mode, self.mask
+        both.starts = starts - lowered
+        both.layers = [a.joined(b, lowered) for a, b in pairs]
+        return both
+
+    @property
+    def begins(self) -> Tensor:
+        """The slot that each sequence begins at, of a cache that has read something."""
+        if self.starts is not None:
+            return self.starts
+        layer = self.layers[0]
+        k = layer.buffer.k if isinstance(layer, Layer) else layer.groups[0].buffer.k
+        return torch.zeros(k.shape[0], dtype=torch.int64)
+
+    @property
+    def kept(self) -> int:
+        """How many slots a layer keeps on the device, at the most."""
+        return max(layer.kept for layer in self.layers)
 
     def restart(self, row: int, batch: int, at: int | None = None) -> None:
         """Begin a new sequence in a row of the batch, at the next slot or a later one: it sees nothing before that."""

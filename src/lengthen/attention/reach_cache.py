@@ -169,6 +169,11 @@ class ReachLayer:
         """Bytes in host memory."""
         return sum(group.host_nbytes for group in self.groups)
 
+    @property
+    def kept(self) -> int:
+        """How many slots a head keeps on the device, at the most."""
+        return max((len(group.buffer) for group in self.groups), default=0)
+
     def rows(self, index: Tensor) -> ReachLayer:
         """Return the layer of these sequences, in memory of its own."""
         other = ReachLayer(self.exact, self.tolerance, self.highest, self.page)

@@ -3,12 +3,11 @@
   resolution   R(s), how well the scores tell near from far, for each layer and the model; --blockwise beside it
   positions    loss by position in the window, and how much of what long inputs gain is context, how much the early
                tokens' curse fading
-  reach        ALiBi: how many keys back each head must look, and the share of the score matrix that is
+  reach        ALiBi: how many keys back each head must look, and the fraction of the score matrix that is
   distance     how much of its attention each head spends at which distance
+  longppl      perplexity over the tokens that a long context helps to predict; --judge is a run that chooses them
   induction    does it copy n random tokens that it reads a second time, and have its layers the heads for it; --lengths
                are n
-  recall       for a model trained on recall (configs/recall.toml): how often it finds a value at growing distances;
-               --lengths are the distances, and no data is needed
 
 RUN is a run's folder, whose last checkpoint is used, or one checkpoint's folder. Results are written to
 RUN/analysis/NAME.json. docs/analyses.md has the definitions.
@@ -17,12 +16,11 @@ Examples:
   lengthen analyse runs/tiny                                          every analysis that fits the model
   lengthen analyse runs/tiny --data data/python --what resolution --blockwise --lengths 64,256,1024
   lengthen analyse runs/tiny --data data/python --what positions --tokens 65536 --stride 1
-  lengthen analyse runs/recall --what recall --lengths 16,32,64,128,256
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
@@ -31,20 +29,18 @@ import tyro
 from lengthen.cli.progress import show_progress
 
 if TYPE_CHECKING:
-    from lengthen.data import Corpus
     from lengthen.evaluation import Subject
 
 OPTIONS = {  # of each analysis, among the arguments
-    "resolution": ("split", "tokens", "blockwise", "block"),
-    "positions": ("split", "tokens", "stride"),
-    "reach": ("split", "tokens"),
-    "distance": ("split", "tokens"),
-    "induction": ("split", "tokens", "seed"),
-    "recall": ("trials", "seed"),
+    "resolution": ("tokens", "blockwise", "block"),
+    "positions": ("tokens", "stride"),
+    "reach": ("tokens",),
+    "distance": ("tokens",),
+    "induction": ("tokens", "seed"),
+    "longppl": ("tokens", "stride", "short", "alpha", "beta"),
 }
-Name = Literal["resolution", "positions", "reach", "distance", "induction", "recall"]
+Name = Literal["resolution", "positions", "reach", "distance", "induction", "longppl"]
 NAMES: tuple[Name, ...] = get_args(Name)
-USUAL = NAMES[:-1]
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Arguments:
     run_folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run's folder, a checkpoint's, or a model of Hugging Face."""
     data: Path | None = None  # token shards, or a text; none: what the model was trained on, or Python's source
-    what: list[Name] | None = None  # none: all but recall, and reach for ALiBi alone
+    what: list[Name] | None = None  # none: all, but reach for ALiBi alone
     lengths: list[int] | None = (
         None  # tokens read at once; none: the training length times 1, 2, 4, 8, 16, as far as fit
     )
@@ -62,39 +58,48 @@ class Arguments:
     split: str | None = None  # of the corpus; none: validation, or all of a text
     blockwise: bool = False  # resolution: with blockwise attention too
     block: int | None = None  # its block; none: half the training length
-    stride: int | None = None  # positions: of sliding windows; none: the shortest length / 8
-    trials: int = 256  # recall: questions
-    seed: int = 0  # induction, recall: other sequences, other questions
+    stride: int | None = None  # positions, longppl: of sliding windows; none: the shortest length / 8, short / 8
+    short: int | None = None  # longppl: tokens of the short context; none: the training length / 8
+    alpha: float = 2.0  # longppl: nats by which the long context must lower a key token's loss
+    beta: float = -2.0  # longppl: the log likelihood that a key token must have with the long context
+    judge: Path | None = None  # longppl: the run whose model chooses the key tokens; none: the model itself
+    seed: int = 0  # induction: other sequences
     device: str | None = None  # cpu, cuda or cuda:1; none: cuda where there is one
     verify: bool = False  # compare every file of the corpus with its checksum, not only those that changed
 
 
 def run(arguments: Arguments) -> int:
     """Analyse, with progress; write the results, and end with short tables."""
-    from lengthen.cli.corpus import split_of
+    from lengthen.cli.corpus import corpus_of, split_of
     from lengthen.cli.evaluate import whole_numbers
     from lengthen.evaluation.analyses import ANALYSES, LENGTHS, fitting_lengths, refuse_encoder, write
+    from lengthen.evaluation.runs import refuse_other_tokens
     from lengthen.interop.subjects import open_model
     from lengthen.training.parallel import pick_device
 
     asked = wanted(arguments.what)
     given = whole_numbers("--lengths", arguments.lengths) if arguments.lengths is not None else None
-    for name, least in (("tokens", 1), ("trials", 1), ("block", 1), ("stride", 1), ("seed", 0)):
+    for name, least in (("tokens", 1), ("block", 1), ("stride", 1), ("short", 1), ("seed", 0)):
         value = getattr(arguments, name)
         if value is not None and value < least:
             raise ValueError(f"--{name}: expected a whole number of at least {least}, got {value}")
     subject = open_model(arguments.run_folder, device=pick_device(arguments.device))
     refuse_encoder(subject.model)
-    corpus = _corpus(arguments.data, asked, subject, arguments.verify)
-    if corpus is not None:
-        arguments = replace(arguments, split=split_of(corpus, arguments.split))
-    text = None if corpus is None else corpus[arguments.split or "validation"]
+    corpus = corpus_of(subject, arguments.data, arguments.verify)
+    refuse_other_tokens(subject, corpus)
+    split = split_of(corpus, arguments.split)
+    text = corpus[split]
+    judge = None if arguments.judge is None else open_model(arguments.judge, device=pick_device(arguments.device))
+    if judge is not None:
+        refuse_encoder(judge.model)
+        refuse_other_tokens(judge, corpus)
     names = _fitting(asked, subject, given, said=arguments.what is not None)
     lengths = {name: fitting_lengths(subject, LENGTHS[name], text, given) for name in names}
     for name in names:
         options = {option: getattr(arguments, option) for option in OPTIONS[name]}
+        options |= {"judge": judge} if name == "longppl" else {}
         with show_progress(unit="tokens") as progress:
-            found = ANALYSES[name].analyse(subject, corpus, lengths[name], progress=progress, **options)
+            found = ANALYSES[name].analyse(subject, corpus, lengths[name], split=split, progress=progress, **options)
         path = write(subject.folder, found)
         print()
         for line in ANALYSES[name].table(found):
@@ -105,24 +110,12 @@ def run(arguments: Arguments) -> int:
 
 def wanted(given: list[Name] | None) -> list[str]:
     """Return the analyses that are asked for, in the order of NAMES."""
-    return [name for name in NAMES if name in (USUAL if given is None else given)]
-
-
-def _corpus(directory: Path | None, asked: list[str], subject: Subject, verify: bool) -> Corpus | None:
-    """Return the corpus, if an analysis reads one: the one that was named, or the one that the run was trained on."""
-    from lengthen.cli.corpus import corpus_of
-    from lengthen.evaluation.runs import refuse_other_tokens
-
-    if asked == ["recall"]:
-        return None
-    corpus = corpus_of(subject, directory, verify)
-    refuse_other_tokens(subject, corpus)
-    return corpus
+    return [name for name in NAMES if given is None or name in given]
 
 
 def _fitting(asked: list[str], subject: Subject, given: list[int] | None, said: bool) -> list[str]:
     """Refuse an analysis that the model has nothing for; if it was not asked for by name, leave it out."""
-    from lengthen.evaluation.analyses import LENGTHS, reach
+    from lengthen.evaluation.analyses import LENGTHS, longppl, reach
 
     if said:
         if "reach" in asked:
@@ -130,4 +123,6 @@ def _fitting(asked: list[str], subject: Subject, given: list[int] | None, said: 
         return asked
     longest, read = subject.model.config.longest, LENGTHS["induction"].read(max(given or [0]))
     fits = {"reach": reach.bounded(subject.model), "induction": longest is None or read <= longest}
+    if given is not None:
+        fits["longppl"] = min(given) > longppl.usual_short(subject.model)
     return [name for name in asked if fits.get(name, True)]

@@ -7,12 +7,17 @@
   lengthen eval runs/tiny --protocol sliding --stride 1 --lengths 64 --tokens 4096
   lengthen eval models/bloom-560m --data book.txt                  a folder of Hugging Face (docs/huggingface.md)
   lengthen eval runs/rotary --positions.scaling yarn --positions.factor 8      the method changed after training
+  lengthen eval runs/small --task passkey,needles --lengths 1024,4096,16384    what it finds in a long text
 
 Protocols: nonoverlapping (pieces, each read by itself), sliding (windows, the last --stride tokens of each scored),
 blockwise and window (pieces, read with blockwise causal attention or with a window). The same tokens are scored at
 every length; an encoder is scored on masked tokens. --positions.NAME VALUE is an option of the position method.
 Results go to evaluation.jsonl in the run's folder as they come; what is there already is not measured again, and what
 was interrupted goes on where it was.
+
+--task asks questions with exact answers instead: --samples of each length, what is asked for standing at each of
+--depths; text of the corpus fills the length. Protocols are nonoverlapping, blockwise or window; results go to
+tasks.jsonl. docs/tasks.md explains each.
 
 The verdict: a model holds to the longest length before its perplexity is more than 2 % above that at the training
 length, over the same tokens.
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
     from lengthen.evaluation import Result, Subject
 
 Protocol = Literal["nonoverlapping", "sliding", "blockwise", "window"]
+Task = Literal["passkey", "needles", "variables", "common_words", "frequent_words", "recall"]
 TIMES = (1, 2, 4, 8, 16, 32)  # the training length, by default
 OPTIONS = "--positions."  # of whatever name: what a method takes, the method checks
 
@@ -52,6 +58,10 @@ class Arguments:
     block: int | None = None  # of blockwise, none: half the training length; of window, none: all of it
     per_document: int | None = None  # read each document from its start, and so many of its tokens; none: as they stand
     tokens: int | None = None  # to score; none: 131072, or the longest length
+    task: list[Task] = field(default_factory=list)  # ask these instead of measuring perplexity
+    samples: int = 100  # task: of each length
+    depths: list[float] | None = None  # task: where what is asked for stands; none: 0,0.25,0.5,0.75,1
+    seed: int = 0  # task: other samples
     checkpoint: Literal["last", "best"] = "last"  # which of a run's checkpoints
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 is autocast; auto: that on a GPU
     device: str | None = None  # cpu or cuda; none: cuda where there is one
@@ -68,6 +78,7 @@ def parse(words: list[str]) -> Arguments:
 
 def run(arguments: Arguments) -> int:
     """Evaluate, with progress; end with a table and the verdicts."""
+    from lengthen.cli import tasks
     from lengthen.cli.corpus import corpus_of, split_of
     from lengthen.evaluation import evaluate, protocol, verdicts
     from lengthen.interop.subjects import open_model
@@ -76,14 +87,16 @@ def run(arguments: Arguments) -> int:
     device = pick_device(arguments.device)
     subject = open_model(arguments.run, arguments.checkpoint, device, arguments.positions, tell=print)
     corpus = corpus_of(subject, arguments.data, arguments.verify)
-    arguments = replace(arguments, split=split_of(corpus, arguments.split))
+    split = split_of(corpus, arguments.split)
     base, longest = subject.model.config.train_length, subject.model.config.longest
     given = arguments.lengths
-    lengths = _usual(base, corpus, arguments) if given is None else whole_numbers("--lengths", given)
+    lengths = _usual(base, corpus, split, arguments) if given is None else whole_numbers("--lengths", given)
     beyond = [length for length in lengths if longest is not None and length > longest]
     if beyond:
         listed = ", ".join(f"{length:,}" for length in beyond)
         print(f"left out: {listed}: the model learned a vector for each position, and has no more of them")
+    if arguments.task:
+        return tasks.run(arguments, subject, corpus, split, [length for length in lengths if length not in beyond])
     names = arguments.protocol
     chosen = [
         protocol(
@@ -103,7 +116,7 @@ def run(arguments: Arguments) -> int:
             subject,
             corpus,
             chosen,
-            split=arguments.split or "validation",
+            split=split,
             tokens=arguments.tokens,
             precision=arguments.precision,
             tell=lambda one, done, total: progress(f"{one.length:,} {one}", done, total),
@@ -116,9 +129,11 @@ def run(arguments: Arguments) -> int:
     return 0
 
 
-def _usual(base: int, corpus: Corpus, arguments: Arguments) -> list[int]:
+def _usual(base: int, corpus: Corpus, split: str, arguments: Arguments) -> list[int]:
     """Return the usual lengths, as far as the text goes."""
-    there = len(corpus[arguments.split or "validation"]) - 1
+    if arguments.task:
+        return [base * times for times in TIMES]  # a task's text is repeated where it is short
+    there = len(corpus[split]) - 1
     return [base * times for times in TIMES if base * times <= there] or [base]
 
 

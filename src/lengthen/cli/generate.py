@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from lengthen.model import Transformer
 
 OPTIONS = "--positions."  # of whatever name: what a method takes, the method checks
-UNFINISHED = "\ufffd"  # what the first bytes of a character decode to
-CONTEXT = 16  # tokens that are decoded again with the next one: some tokenizers join them by what stands before
 
 
 @dataclass(frozen=True)
@@ -82,17 +80,26 @@ def parse(words: list[str]) -> Arguments:
 
 def run(arguments: Arguments) -> int:
     """Generate from each prompt, as it is given."""
+    if arguments.stdin + arguments.interactive + bool(arguments.prompt) > 1:
+        raise ValueError("--prompt: expected one of --prompt, --stdin and --interactive, got more")
+    model, tokenizer = opened(
+        arguments.run, arguments.checkpoint, arguments.device, arguments.positions, arguments.data
+    )
+    status = 0
+    for prompt in prompts(arguments):
+        status = write(model, tokenizer, prompt, arguments)
+    return 0 if arguments.interactive else status
+
+
+def opened(
+    run: Path, checkpoint: str, device: str | None, positions: dict[str, Any], data: Path | None
+) -> tuple[Transformer, Tokenizer]:
+    """Return the model that the flags of these names say, and its tokenizer."""
     from lengthen.interop.subjects import open_model
     from lengthen.training.parallel import pick_device
 
-    if arguments.stdin + arguments.interactive + bool(arguments.prompt) > 1:
-        raise ValueError("--prompt: expected one of --prompt, --stdin and --interactive, got more")
-    subject = open_model(arguments.run, arguments.checkpoint, pick_device(arguments.device), arguments.positions)
-    tokenizer = tokenizer_of(subject, arguments.data)
-    status = 0
-    for prompt in prompts(arguments):
-        status = write(subject.model, tokenizer, prompt, arguments)
-    return 0 if arguments.interactive else status
+    subject = open_model(run, checkpoint, pick_device(device), positions)
+    return subject.model.eval(), tokenizer_of(subject, data)
 
 
 def prompts(arguments: Arguments) -> Iterator[str]:
@@ -148,6 +155,8 @@ def tokenizer_of(subject: Subject, directory: Path | None) -> Tokenizer:
 
 def write(model: Transformer, tokenizer: Tokenizer, prompt: str, arguments: Arguments) -> int:
     """Continue one prompt; return 130 if it was stopped by Ctrl-C."""
+    from lengthen.data.text import Text
+
     ids = tokenizer.encode(prompt)
     if not ids and tokenizer.end_id is None:
         raise ValueError("--prompt: expected some text, since the tokenizer has no end token to begin with, got none")
@@ -176,7 +185,7 @@ def write(model: Transformer, tokenizer: Tokenizer, prompt: str, arguments: Argu
         arguments.tokens,
         stop=[] if tokenizer.end_id is None else [tokenizer.end_id],
         until=until,
-        mask=mask_of(arguments),
+        mask=mask_of(arguments.window, arguments.block),
         tolerance=arguments.tolerance,
         **{name: getattr(arguments, name) for name in names},
     )
@@ -201,15 +210,15 @@ def write(model: Transformer, tokenizer: Tokenizer, prompt: str, arguments: Argu
     return status
 
 
-def mask_of(arguments: Arguments) -> Mask | None:
+def mask_of(window: int | None, block: int | None) -> Mask | None:
     """Return what tokens see."""
     from lengthen.attention import Blockwise, Window
 
-    if arguments.window is not None and arguments.block is not None:
+    if window is not None and block is not None:
         raise ValueError("--window: expected one of --window and --block, got both")
-    if arguments.block is not None:
-        return Blockwise(arguments.block)
-    return None if arguments.window is None else Window(arguments.window)
+    if block is not None:
+        return Blockwise(block)
+    return None if window is None else Window(window)
 
 
 def statistics(count: int, seconds: float, cache: Cache | None) -> str:
@@ -227,48 +236,3 @@ def unescaped(text: str) -> str:
         raise ValueError("--stop: expected some text, got none")
     parts = text.split("\\\\")
     return "\\".join(part.replace("\\n", "\n").replace("\\t", "\t") for part in parts)
-
-
-class Text:
-    """Tokens into text as they come: no half characters, and nothing that may be the beginning of a stop text."""
-
-    def __init__(self, tokenizer: Tokenizer, stops: list[str]) -> None:
-        self.tokenizer, self.stops, self.ended = tokenizer, stops, False
-        self.ids: list[int] = []  # those that are still decoded with the next
-        self.decoded = 0  # characters of their text that were passed on
-        self.held = ""  # text that may belong to a stop text
-        self.ready = ""  # text to print
-
-    def add(self, token: int) -> None:
-        """Take the next token."""
-        if self.ended or token >= self.tokenizer.vocab_size:  # a model may have more than its tokenizer
-            return
-        self.ids.append(token)
-        text = self.tokenizer.decode(self.ids)
-        whole = text.removesuffix(UNFINISHED)  # the next token may complete it
-        self._pass_on(whole[self.decoded :])
-        self.decoded = max(self.decoded, len(whole))
-        if len(self.ids) > 2 * CONTEXT and whole == text:
-            self.ids = self.ids[-CONTEXT:]
-            self.decoded = len(self.tokenizer.decode(self.ids))
-
-    def _pass_on(self, text: str) -> None:
-        self.held += text
-        found = [at for at in (self.held.find(stop) for stop in self.stops) if at >= 0]
-        if found:
-            self.ready, self.held, self.ended = self.ready + self.held[: min(found)], "", True
-            return
-        sizes = (size for stop in self.stops for size in range(1, len(stop)) if self.held.endswith(stop[:size]))
-        cut = len(self.held) - max(sizes, default=0)
-        self.ready, self.held = self.ready + self.held[:cut], self.held[cut:]
-
-    def finish(self) -> None:
-        """Pass on what was held back: nothing will complete it."""
-        if not self.ended:
-            self._pass_on(self.tokenizer.decode(self.ids)[self.decoded :])
-            self.ready, self.held, self.ended = self.ready + self.held, "", True
-
-    def take(self) -> str:
-        """Return the text that can be printed and was not yet."""
-        text, self.ready = self.ready, ""
-        return text

@@ -38,8 +38,8 @@ class Lines(Watcher):
             f"loss {record['loss']:.4f}",
             f"{record['tokens_per_second']:,.0f} tokens/s",
         ]
-        if record["utilisation"] is not None:
-            parts.append(f"{record['utilisation']:.1%} of the GPU's peak")
+        if record["mfu"] is not None:
+            parts.append(f"{record['mfu']:.1%} MFU")
         print("  ".join([*parts, left]) if left else "  ".join(parts), flush=True)
 
     def evaluated(self, record: Record) -> None:

@@ -65,9 +65,9 @@ class Live(Watcher):
         left = self.clock.left(record["step"], int(total))
         self.progress.update(self.task, completed=record["step"], now="training", left=left)
 
-    def evaluating(self, step: int, length: int, share: float) -> None:
+    def evaluating(self, step: int, length: int, fraction: float) -> None:
         """Say what is going on instead of training."""
-        self.progress.update(self.task, now=f"validation at {length:,}: {share:.0%}")
+        self.progress.update(self.task, now=f"validation at {length:,}: {fraction:.0%}")
 
     def evaluated(self, record: Record) -> None:
         """Draw the length's perplexity beside the earlier ones."""
@@ -100,13 +100,13 @@ class Live(Watcher):
         parts: list[RenderableType] = [self.progress]
         if self.record:
             numbers = Table.grid(padding=(0, 3))
-            used = self.record["utilisation"]
+            used = self.record["mfu"]
             numbers.add_row(
                 f"loss [bold]{self.smooth:.4f}[/]",
                 f"{self.record['tokens_per_second']:,.0f} tokens/s",
-                "" if used is None else f"{used:.1%} of the GPU's peak",
-                f"rate {self.record['rate']:.2e}",
-                f"gradient {self.record['norm']:.2f}",
+                "" if used is None else f"{used:.1%} MFU",
+                f"lr {self.record['lr']:.2e}",
+                f"grad_norm {self.record['grad_norm']:.2f}",
                 f"checkpoint {self.saved_at}",
             )
             parts += [numbers, f"[cyan]{course(self.losses, COURSE)}[/]"]

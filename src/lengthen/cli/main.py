@@ -22,9 +22,10 @@ VERBS = {
     "demo": "train six methods short, test them long, and show it: a few minutes",
     "prepare": "turn text into token shards",
     "train": "train a model from a preset and token shards",
-    "eval": "measure perplexity at any length, and how far a model can be stretched",
-    "analyse": "look inside: resolution, loss by position, reach, attention by distance, induction, recall",
+    "eval": "measure perplexity at any length, how far a model can be stretched, and what it finds in long texts",
+    "analyse": "look inside: resolution, loss by position, reach, attention by distance, induction, LongPPL",
     "generate": "let a model write: text as its tokens come, from a cache of any policy",
+    "serve": "let programs and people use a model: OpenAI's completions interface, and a page",
     "report": "put runs on one page: curves, tables, how each number was made",
     "export": "write a model as a folder that Hugging Face's transformers opens",
 }
@@ -38,6 +39,7 @@ NEEDS = {  # what a verb works with, and imports only to run
     "eval": ("lengthen.evaluation",),
     "analyse": ("lengthen.evaluation",),
     "generate": ("lengthen.evaluation",),
+    "serve": ("lengthen.evaluation",),
     "report": ("lengthen.report",),
     "export": ("lengthen.interop.export",),
 }
@@ -138,7 +140,9 @@ def _run(verb: str, words: list[str]) -> int:
         try:
             from lengthen.cli import flags
         except ImportError as problem:
-            raise ImportError(f'{problem}; the command line needs pip install "lengthen[cli,train]"') from None
+            raise ImportError(
+                f"{problem}; the command line needs pip install rich tyro numpy safetensors tokenizers"
+            ) from None
         module = importlib.import_module(f"lengthen.cli.{MODULES.get(verb, verb)}")
     read = getattr(module, "parse", None)
     arguments = read(words) if read else flags.parse(module.Arguments, words, verb, module.__doc__ or "")

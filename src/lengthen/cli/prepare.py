@@ -90,7 +90,7 @@ def run(arguments: Arguments) -> int:
         per = split.text_bytes / split.tokens
         print(
             f"  {name:<12}{split.documents:>10,} documents{split.tokens:>16,} tokens"
-            f"{amount(split.text_bytes):>12} of text{per:>8.2f} bytes a token"
+            f"{amount(split.text_bytes):>12} of text{per:>8.2f} bytes per token"
         )
     print(f"  tokenizer   {corpus.tokenizer.name}, {corpus.vocab_size:,} ids")
     for name, reason in corpus.skipped[:SHOWN]:

@@ -5,7 +5,7 @@ opens with how far each model holds, and shows what `lengthen eval` and `lengthe
 The curves of the ALiBi and LEX papers can be laid beside its own. A run without measurements is left out, with a note.
 
 --csv writes every number as it was measured. --figures saves the same figures for a paper. The charts need Altair and
-vl-convert (pip install "lengthen[report]").
+vl-convert (pip install altair vl-convert-python).
 
 Examples:
   lengthen report runs/alibi runs/xpos -o report.html

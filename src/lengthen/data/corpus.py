@@ -18,7 +18,7 @@ try:
     import numpy as np
     import numpy.typing as npt
 except ImportError as problem:  # the base install is torch alone
-    raise ImportError(f'lengthen.data needs numpy: pip install "lengthen[data]" ({problem})') from None
+    raise ImportError(f"lengthen.data needs numpy: pip install numpy ({problem})") from None
 
 from lengthen.checks import nearest
 from lengthen.data.checksums import Progress, wrong_files

@@ -150,4 +150,4 @@ def optional(package: str, what: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as problem:
-        raise ImportError(f'{what} needs {package}: pip install "lengthen[data]" ({problem})') from None
+        raise ImportError(f"{what} needs {package}: pip install {package} ({problem})") from None

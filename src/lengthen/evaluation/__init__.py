@@ -5,9 +5,9 @@ measure.py      a text scored with any model; the scoring loop itself is model/s
 runs.py         a checkpoint at many lengths; results.py keeps them, with how each was made
 errors.py       standard errors of differences; verdict.py: how far a model can be stretched
 memory.py       what it took
-analyses/       resolution, loss by position, reach, attention by distance, recall: one file each
+tasks/          questions with exact answers: pass keys, needles, variables, words, recall: one file each
+analyses/       resolution, loss by position, reach, attention by distance, induction: one file each
 capture.py      what each layer's attention is given in a pass
-recall.py       a text in which a key's value is told once and asked for later
 """
 
 from lengthen.evaluation.measure import Tally, score

@@ -118,7 +118,9 @@ def score(
         text: a corpus, whose `split` is read, or one split's tokens.
         how: a protocol's name, or a protocol.
         length: tokens that are read at once; None: the model's training length, if it has one.
-        stride, block, per_document: of the protocol, see `protocol`.
+        stride: of the protocol, as for `protocol`.
+        block: likewise.
+        per_document: likewise.
         split: of the corpus.
         tokens: how many are scored, at most; None: all.
         document_mask: documents do not see each other.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,18 @@ from lengthen.evaluation.errors import perplexity
 FILE = "evaluation.jsonl"
 
 
+class Keyed:
+    """A dataclass that says what is measured; what derives from it adds what was found."""
+
+    @property
+    def key(self) -> str:
+        """What makes it the same measurement as another."""
+        said = next(kind for kind in reversed(type(self).__mro__) if is_dataclass(kind))
+        return json.dumps([getattr(self, field.name) for field in fields(said)])
+
+
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class Measured(Keyed):
     """What is measured: two results of the same are of one number."""
 
     weights: str  # the sha256 of the model's file
@@ -31,11 +41,6 @@ class Measured:
     per_document: int | None
     targets: int  # tokens that were come to: all of them are scored, but of an encoder and at the borders of documents
     precision: str
-
-    @property
-    def key(self) -> str:
-        """What makes it the same measurement as another."""
-        return json.dumps([getattr(self, field.name) for field in fields(Measured)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +91,15 @@ def read(folder: Path) -> dict[str, Result]:
 
 
 def append(folder: Path, result: Result) -> None:
-    """Add a result to the folder's file; lines stay whole if others append too, and one left torn is cut off."""
-    with (folder / FILE).open("a+b") as file:
+    """Add a result to the folder's file."""
+    append_line(folder / FILE, result.record())
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Add a line to a file; lines stay whole if others append too, and one left torn is cut off."""
+    with path.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         data = file.read()
         file.truncate(data.rfind(b"\n") + 1)
-        file.write(io.line_of(result.record()).encode())
+        file.write(io.line_of(record).encode())

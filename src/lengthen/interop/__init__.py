@@ -1,1 +1,1 @@
-"""Other people's models: Hugging Face checkpoints in and out, and this attention inside `transformers`."""
+"""Models and tools of others: Hugging Face checkpoints in and out, this attention inside `transformers`, lm-eval."""

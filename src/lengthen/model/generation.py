@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lengthen.attention.cache import Cache
 from lengthen.checks import describe, whole_number
+from lengthen.model.memory import refuse_long
 from lengthen.model.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -92,11 +93,19 @@ def stream(
             f"max_new_tokens: expected prompt and new tokens of at most {limit + 1} together, since the model learned "
             f"a vector for each of {limit} positions, got {longest}"
         )
+    policy, mode = (cache.get(name) or DEFAULT[name] for name in ("policy", "mode"))
+    if prefix is None:
+        refuse_long(model, len(given) * samples, max(map(len, given)), max_new_tokens, policy, mode)
     for one in seeds:
         whole_number("seed", one)
-    generators = [Random(f"{one}, sample {sample}") for one in seeds for sample in range(samples)]
+    generators = [generator(one, sample) for one in seeds for sample in range(samples)]
     run = _Run(model, given, sampling, samples, generators, frozenset(stop), until, max_new_tokens)
     return run.steps(prefix, chunk, cache) if max_new_tokens else iter(())
+
+
+def generator(seed: int, sample: int) -> Random:
+    """Return where a sequence draws its random numbers from: its prompt's seed, and which of the samples it is."""
+    return Random(f"{seed}, sample {sample}")
 
 
 class _Run:

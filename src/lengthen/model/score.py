@@ -129,14 +129,35 @@ def losses(
     return found.double()
 
 
+def logits_at(
+    model: Model, ids: Tensor, where: Tensor, mask: Mask | None = None, precision: torch.dtype | None = None
+) -> Tensor:
+    """Return the logits at each of the places `where` `[rows, length]`, row by row: `[places, vocabulary]`.
+
+    Of a `Transformer` only these are computed.
+    """
+    device, hidden = device_of(model), getattr(model, "hidden", None)
+    if mask is not None and hidden is None:
+        raise TypeError(f"model: expected one with a method `hidden` that takes a mask, got {describe(model)}")
+    with evaluating(model), autocast(device, precision or usual_precision(device)):
+        if hidden is not None:
+            return F.linear(hidden(ids.to(device), mask)[where.to(device)], model.output_weight)  # type: ignore[attr-defined]
+        found = model(ids.to(device))
+        return _checked(getattr(found, "logits", found), ids)[where.to(device)]
+
+
 def _from_logits(found: Any, targets: Tensor) -> Tensor:
-    logits = getattr(found, "logits", found)
-    if not isinstance(logits, Tensor) or logits.shape[:-1] != targets.shape:
-        raise TypeError(
-            f"model: expected logits {list(targets.shape)} × vocabulary for ids of that shape, got {describe(logits)}"
-        )
+    logits = _checked(getattr(found, "logits", found), targets)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
     return F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORED, reduction="none").view(targets.shape)
+
+
+def _checked(logits: Any, ids: Tensor) -> Tensor:
+    if not isinstance(logits, Tensor) or logits.shape[:-1] != ids.shape:
+        raise TypeError(
+            f"model: expected logits {list(ids.shape)} × vocabulary for ids of that shape, got {describe(logits)}"
+        )
+    return logits
 
 
 def usual_precision(device: torch.device) -> torch.dtype:

@@ -11,8 +11,9 @@ from lengthen.checks import describe, whole_number
 from lengthen.io import Table, build, fields, read_json
 
 T = TypeVar("T")
-KINDS = ("resolution", "positions", "reach", "distance", "induction", "recall")
+KINDS = ("resolution", "positions", "reach", "distance", "induction", "longppl")
 COPYING = ("sequences", "first", "second", "difference", "standard_error")  # of induction, beside weights
+LONGPPL = ("candidates", "key_tokens", "long_ppl", "standard_error", "soft_long_ppl", "perplexity")
 PLACES = ("length", "position", "distance")  # columns of whole numbers
 
 
@@ -43,13 +44,13 @@ def read_analysis(path: Path, kind: str) -> Analysis:
 
 
 def _flat(kind: str, row: Table) -> Iterator[Table]:
-    if kind == "recall":
-        yield {key: row[key] for key in ("distance", "accuracy", "trials")}
-    elif kind == "induction":  # without a layer: the model's losses
+    if kind == "induction":  # without a layer: the model's losses
         nothing = {"length": row["length"], **dict.fromkeys(("layer", *COPYING, "previous", "induction"))}
         yield nothing | {key: row[key] for key in COPYING}
         for number, (previous, after) in enumerate(zip(row["previous"], row["induction"], strict=True)):
             yield nothing | {"layer": number, "previous": previous, "induction": after}
+    elif kind == "longppl":
+        yield {key: row[key] for key in ("length", *LONGPPL)}
     elif kind == "resolution":  # without a layer: the mean over all
         about = {key: row[key] for key in ("length", "blockwise", "block")}
         for layer, value in [(None, row["resolution"]), *enumerate(row["layers"])]:
@@ -58,9 +59,9 @@ def _flat(kind: str, row: Table) -> Iterator[Table]:
         for position, loss, count in zip(row["positions"], row["loss"], row["count"], strict=True):
             yield {"length": row["length"], "position": position, "loss": loss, "count": count}
     elif kind == "reach":
-        for layer, heads in enumerate(zip(row["reach"], row["share"], strict=True)):
-            for head, (reach, share) in enumerate(zip(*heads, strict=True)):
-                yield {"length": row["length"], "layer": layer, "head": head, "reach": reach, "share": share}
+        for layer, heads in enumerate(zip(row["reach"], row["fraction"], strict=True)):
+            for head, (reach, fraction) in enumerate(zip(*heads, strict=True)):
+                yield {"length": row["length"], "layer": layer, "head": head, "reach": reach, "fraction": fraction}
     else:
         for layer, heads in enumerate(row["weight"]):
             for head, weights in enumerate(heads):

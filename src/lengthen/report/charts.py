@@ -16,11 +16,12 @@ try:
     import altair as alt
     import vl_convert  # noqa: F401 (the page and the files are made by it)
 except ImportError:
-    raise ImportError('charts need altair and vl-convert: pip install "lengthen[report]"') from None
+    raise ImportError("charts need altair and vl-convert: pip install altair vl-convert-python") from None
 
 from lengthen.report import papers
 from lengthen.report.collect import Report, Run, finite
 from lengthen.report.lines import COLOURS, Row, lines, row
+from lengthen.report.tasks import error, newest
 
 FORMATS = ("svg", "pdf", "png")
 WIDTH = 430  # pixels of a plot in a paper
@@ -44,10 +45,11 @@ ANALYSED = (
     ("resolution", "length", "resolution"),
     ("positions", "position", "loss"),
     ("induction", "length", "difference"),
-    ("recall", "distance", "accuracy"),
+    ("longppl", "length", "long_ppl"),
 )
 TITLES = {
-    **{"resolution": "resolution", "positions": "loss, nats per token", "recall": "fraction recalled"},
+    **{"resolution": "resolution", "positions": "loss, nats per token"},
+    **{"longppl": "perplexity over key tokens"},
     **{"induction": "loss of the copy less that of the first half, nats per token"},
 }
 AXES = {
@@ -113,6 +115,16 @@ def figures(report: Report, width: Any = "container") -> dict[str, list[Figure]]
         add("resolution", "resolution_relative", title, beside(own + _paper_resolution(), y="resolution"))
     for kind in ("reach", "distance"):
         made[kind] = [Figure(kind, kind, panels)] if (panels := _maps(report, kind, width)) else []
+    asked = dict.fromkeys(one.task for run in report.runs for one in run.tasks)
+    for task in asked:
+        add(
+            "tasks",
+            f"task_{task}",
+            task,
+            curves(_asked(report, tints, task), AXES["length"], f"{task}: fraction right"),
+        )
+        if panels := _depths(report, task, width):
+            made.setdefault("depths", []).append(Figure(f"depths_{task}", task, panels))
     return {section: some for section, some in made.items() if some}
 
 
@@ -184,16 +196,52 @@ def _analysed(report: Report, tints: dict[str, int], kind: str, x: str, y: str, 
             label = run.label + f" · blockwise {one.get('block') or ''}".rstrip() * block
             told = {name: value for name, value in one.items() if value is not None and name != "blockwise"}
             tip = {"repeated" if name == x and kind in TWICE else name: shown(value) for name, value in told.items()}
-            value, trials, error = finite(one[y]), one.get("trials") or 0, finite(one.get("standard_error"))
+            value, error = finite(one[y]), finite(one.get("standard_error"))
             bar: tuple[float, ...] = ()
-            if value is not None and 0 <= value <= 1 and trials > 0:
-                error = math.sqrt(value * (1 - value) / trials)
-                bar = (max(0.0, value - error), min(1.0, value + error))
-            elif value is not None and error is not None:
+            if value is not None and error is not None:
                 bar = (value - error, value + error)
             place = one[x] / run.train_length if relative else TWICE.get(kind, 1) * one[x]
             found.append(row(label, tints[run.label], "blockwise" if block else "full", place, value, tip, bar))
     return found
+
+
+def _asked(report: Report, tints: dict[str, int], task: str) -> list[Row]:
+    found = []
+    for run in report.runs:
+        for one in newest([one for one in run.tasks if one.task == task]):
+            right, count = sum(one.right), sum(one.counts)
+            value, bar = right / count, error(right, count)
+            tip = {"length": f"{one.length:,}", "fraction right": shown(value), "standard error": shown(bar)}
+            tip |= {"chance": shown(one.chance), "samples": f"{count:,}", "checkpoint": one.checkpoint or "n.a."}
+            label = " · ".join(filter(None, (run.label, one.how(run.model))))
+            ends = (max(0.0, value - bar), min(1.0, value + bar))
+            found.append(row(label, tints[run.label], one.protocol, one.length, value, tip, ends))
+    return found
+
+
+def _depths(report: Report, task: str, width: Any) -> list[Any]:
+    """Return a panel per run and way of reading: lengths across, depths down, of a task that has depths."""
+    cells: dict[str, list[Row]] = {}
+    for run in report.runs:
+        for one in newest([one for one in run.tasks if one.task == task and None not in one.depths]):
+            title = " · ".join(filter(None, (run.label, one.how(run.model))))
+            for depth, right, count in zip(one.depths, one.right, one.counts, strict=True):
+                tip = {"length": one.length, "depth": f"{depth:g}", "samples": count, "right": right}
+                cells.setdefault(title, []).append(tip | {"shade": right / count, "text": f"{100 * right / count:.0f}"})
+    return [_depth_map(some).properties(title=title, width=width) for title, some in cells.items()]
+
+
+def _depth_map(cells: list[Row]) -> Any:
+    base = alt.Chart(alt.InlineData(values=cells)).encode(
+        x=alt.X("length:O", sort=None, title=AXES["length"], axis=alt.Axis(labelAngle=0, format=",d")),
+        y=alt.Y("depth:N", sort=None, title="depth"),
+        tooltip=[alt.Tooltip(field=name, type="nominal") for name in ("length", "depth", "samples", "right")],
+    )
+    scale = alt.Scale(scheme="blues", domain=[0, 1])
+    rect = base.mark_rect().encode(color=alt.Color("shade:Q", scale=scale, legend=None))
+    dark = alt.ColorValue("#222222", condition={"test": "datum.shade > 0.55", "value": "white"})
+    text = base.mark_text(fontSize=11).encode(text=alt.Text("text:N"), color=dark)
+    return alt.layer(rect, text).properties(height=26 * len({cell["depth"] for cell in cells}))
 
 
 def _paper_resolution() -> list[Row]:
@@ -208,7 +256,7 @@ def _paper_resolution() -> list[Row]:
 
 def _maps(report: Report, kind: str, width: Any) -> list[Any]:
     """Return a panel per run, at the longest length that was analysed."""
-    shade = "share" if kind == "reach" else "weight"
+    shade = "fraction" if kind == "reach" else "weight"
     cells: dict[str, list[Row]] = {}
     for run in report.runs:
         longest = max((one["length"] for one in run.rows(kind)), default=0)

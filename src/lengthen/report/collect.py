@@ -2,7 +2,8 @@
 
     RUN/config.toml            the model's settings
     RUN/evaluation.jsonl       one line per measurement; a later line of the same measurement replaces an earlier one
-    RUN/analysis/<kind>.json   resolution, positions, reach, distance, induction, recall
+    RUN/analysis/<kind>.json   resolution, positions, reach, distance, induction
+    RUN/tasks.jsonl            one line per task and length
 
 Only `evaluation.jsonl` must be there: a folder without it is left out, with a note. Lines of other kinds and keys that
 are not known here are passed over; a known key of the wrong type is an error that names the file and the line.
@@ -24,6 +25,7 @@ from lengthen.evaluation.errors import Difference, difference
 from lengthen.evaluation.verdict import Verdict, change_between, judge
 from lengthen.io import Table, read_lines, read_toml
 from lengthen.report.analyses import KINDS, Analysis, known, read_analysis
+from lengthen.report.tasks import Asked, read_tasks
 from lengthen.report.words import PROTOCOLS
 
 
@@ -105,6 +107,7 @@ class Run:
     evaluations: list[Measurement] = field(default_factory=list)
     analyses: dict[str, Analysis] = field(default_factory=dict)
     date: str = ""  # of the last measurement
+    tasks: list[Asked] = field(default_factory=list)  # what was asked, and how much of it was right
 
     def rows(self, kind: str) -> list[Table]:
         """Return the rows of one analysis, none if it was not made."""
@@ -215,7 +218,8 @@ def _run(word: str) -> Run | None:
     files = {kind: folder / "analysis" / f"{kind}.json" for kind in KINDS}
     analyses = {kind: read_analysis(path, kind) for kind, path in files.items() if path.is_file()}
     date = datetime.datetime.fromtimestamp(source.stat().st_mtime, datetime.UTC).date().isoformat()
-    return Run(word, positions, train_length, "", model, records, analyses, date)
+    tasks = read_tasks(folder / "tasks.jsonl")
+    return Run(word, positions, train_length, "", model, records, analyses, date, tasks)
 
 
 def _labelled(runs: Sequence[Run]) -> list[Run]:

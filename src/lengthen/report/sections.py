@@ -21,6 +21,9 @@ def body(report: Report, found: Mapping[str, Sequence[Figure]]) -> str:
     for kind in KINDS:
         if kind in found:
             parts[kind] = _figure(kind, report, found) + _numbers(report, kind)
+    for name in ("tasks", "depths"):
+        if name in found:
+            parts[name] = _figure(name, report, found) + _numbers(report, "tasks") * (name == "tasks")
     if "positions" in parts:
         parts["positions"] += _numbers(report, "curse")
     theirs = [[row["method"], *(shown(value) for value in list(row.values())[3:])] for row in papers.speed_memory()]
@@ -101,7 +104,7 @@ def _figure(name: str, report: Report, found: Mapping[str, Sequence[Figure]]) ->
     picker = f"<label>Show <select>{''.join(choices)}</select></label>" if len(choices) > 1 else ""
     plot = "<div class=plot><noscript>The figure needs JavaScript; the tables do not.</noscript></div>"
     caption = escape(count(report, name) + f" {READING}" * (name == "perplexity")) + _made(report, name)
-    kind = "maps" if name in ("reach", "distance") else "curves"
+    kind = "maps" if name in ("reach", "distance", "depths") else "curves"
     return f"<figure class={kind} data-chart={name}>{picker}{plot}<figcaption>{caption}</figcaption></figure>"
 
 
@@ -115,11 +118,15 @@ def count(report: Report, name: str) -> str:
             f"n = {_text(report)} per point; one run per curve."
             + f" {bars} of the change from the training length." * (name == "perplexity")
         )
-    if name == "recall":
-        return f"n = {_few(shown(row['trials']) for row in found)} trials per point. {bars}."
+    if name in ("tasks", "depths"):
+        asked = [one for run in report.runs for one in run.tasks]
+        samples = _few(shown(n) for one in asked for n in (one.counts if name == "depths" else [sum(one.counts)]))
+        return f"n = {samples} samples per " + ("point, by the binomial. " + bars if name == "tasks" else "cell") + "."
     if name == "induction":
         sequences = _few(shown(row["sequences"]) for row in found if row["layer"] is None)
         return f"n = {sequences} sequences per point. {bars}."
+    if name == "longppl":
+        return f"n = {_few(shown(row['key_tokens']) for row in found)} key tokens per point. {bars}."
     if name == "positions":
         return f"n = {shown(sum(row['count'] or 0 for row in found))} tokens in all; one run per curve."
     if name == "resolution":
@@ -129,12 +136,13 @@ def count(report: Report, name: str) -> str:
 
 def _made(report: Report, name: str) -> str:
     """Return the command that makes a figure's numbers, and what they were made from."""
-    measured = name in ("perplexity", "speed")
-    found = [row for run in report.runs for row in rows(run, "evaluation" if measured else name)]
+    kind = {"perplexity": "evaluation", "speed": "evaluation", "depths": "tasks"}.get(name, name)
+    found = [row for run in report.runs for row in rows(run, kind)]
     names = {key: key for key in ("checkpoint", "data", "device", "precision")} | {"version": "lengthen"}
     told = {key: _few(row.get(key) or "n.a." for row in found) for key in names}
     facts = (f"{name} {told[key]}" for key, name in names.items() if told[key] != "n.a.")
-    command = "lengthen eval RUN" if measured else f"lengthen analyse RUN --what {name}"
+    commands = {"evaluation": "lengthen eval RUN", "tasks": "lengthen eval RUN --task TASK"}
+    command = commands.get(kind, f"lengthen analyse RUN --what {name}")
     return f"<br>Made by <code>{command}</code>: {escape(', '.join(facts))}."
 
 

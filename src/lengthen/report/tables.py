@@ -17,7 +17,7 @@ from lengthen.evaluation.errors import Difference
 from lengthen.io import Table, write_bytes
 from lengthen.report.collect import Curve, Measurement, Report, Run, paired
 
-NAMES = ("evaluation", "resolution", "positions", "curse", "reach", "distance", "induction", "recall")
+NAMES = ("evaluation", "resolution", "positions", "curse", "reach", "distance", "induction", "longppl", "tasks")
 FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # what a cell begins with that spreadsheets calculate
 CURSE = ("short", "long", "gain", "from_context", "from_curse")
 
@@ -93,6 +93,8 @@ def rows(run: Run, name: str) -> list[Table]:
     """Return the rows of one kind, as the run's files have them, each with what it was made from."""
     if name == "evaluation":
         return [_measured(one) for one in run.evaluations]
+    if name == "tasks":
+        return [row for one in run.tasks for row in one.rows()]
     made = run.analyses.get("positions" if name == "curse" else name)
     if made is None:
         return []

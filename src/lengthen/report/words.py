@@ -36,7 +36,21 @@ ABOUT = {
         "a head that attends to the token before, and in a later layer one that attends to the token after an earlier "
         "occurrence; the table has the strongest of each layer.",
     ),
-    "recall": ("Recall by distance", "How often the model recalls a value that it saw once, this many tokens before."),
+    "longppl": (
+        "LongPPL",
+        "Perplexity over key tokens: those whose likelihood a long context raises by e² or more above that with a "
+        "short one, and to e⁻² at least (Fang et al., 2024), chosen by the model itself or by a judge. Curves can be "
+        "compared if one judge chose for all of them.",
+    ),
+    "tasks": (
+        "Tasks by length",
+        "How many questions with an exact answer a model answers, by the length of the text that holds what is asked "
+        "for. An answer is right if greedy generation would write it, token by token.",
+    ),
+    "depths": (
+        "Tasks by length and depth",
+        "The same in per cent, by where in the text stands what is asked for: 0 is its beginning, 1 its end.",
+    ),
     "speed": (
         "Speed and memory",
         "Tokens scored per second, forward passes alone, and the peak of memory beside the model, by length. Runs on "

@@ -23,7 +23,7 @@ def masking(config: Config, corpus: Corpus, seed: int = 0) -> Masking | None:
         return None
     if corpus.mask_id is None:
         raise ValueError(f"model.kind = 'encoder': the tokenizer of {corpus.directory} has no mask token to hide with")
-    return Masking(config.train.mask_share, corpus.mask_id, corpus.vocab_size, seed)
+    return Masking(config.train.mask_fraction, corpus.mask_id, corpus.vocab_size, seed)
 
 
 def scoring(config: Config, corpus: Corpus, split: str = "validation") -> Task:

@@ -42,8 +42,8 @@ class Watcher:
     def stepped(self, record: Record) -> None:
         """A step was taken; called for every step, in order, some steps late."""
 
-    def evaluating(self, step: int, length: int, share: float) -> None:
-        """A share of the validation tokens was scored at a length."""
+    def evaluating(self, step: int, length: int, fraction: float) -> None:
+        """A fraction of the validation tokens was scored at a length."""
 
     def evaluated(self, record: Record) -> None:
         """The validation loss at a length is known."""
@@ -69,13 +69,13 @@ class TensorBoard(Watcher):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ImportError(
-                'log.tensorboard: expected the tensorboard package, got none; pip install "lengthen[tensorboard]"'
+                "log.tensorboard: expected the tensorboard package, got none; pip install tensorboard"
             ) from None
         self.writer = SummaryWriter(str(folder))
 
     def stepped(self, record: Record) -> None:
         """Write the step's numbers."""
-        for name in ("loss", "rate", "norm", "tokens_per_second", "utilisation"):
+        for name in ("loss", "lr", "grad_norm", "tokens_per_second", "mfu"):
             if record.get(name) is not None:
                 self.writer.add_scalar(f"train/{name}", record[name], record["step"])
 

@@ -32,7 +32,7 @@ from lengthen.training.memory import refuse_what_cannot_fit
 from lengthen.training.optimizer import adamw, set_lr
 from lengthen.training.parallel import World, last_pass, spread, world
 from lengthen.training.resuming import chosen, refuse_other_run
-from lengthen.training.schedule import share
+from lengthen.training.schedule import lr_fraction
 from lengthen.training.stopping import Stop, alone_in
 from lengthen.training.validation import loss_at
 
@@ -218,7 +218,7 @@ class _Run:
         config, here = self.config, self.here
         seed = config.train.seed + STEP_SEED * (step + 1) + RANK_SEED * here.rank
         torch.manual_seed(seed % (1 << 63))  # for dropout
-        set_lr(self.optimizer, config.optimizer.lr * share(config.schedule, step, config.train.steps))
+        set_lr(self.optimizer, config.optimizer.lr * lr_fraction(config.schedule, step, config.train.steps))
         scored = here.sum(work.scored).clamp(min=1)  # an encoder's batch may have nothing hidden
         rows = min(config.train.micro_batch or work.ids.shape[0], work.ids.shape[0])
         passes = list(work.passes(rows))
@@ -258,11 +258,11 @@ class _Run:
                 "kind": "step",
                 "step": step + 1,
                 "loss": loss,
-                "rate": config.optimizer.lr * share(config.schedule, step, config.train.steps),
-                "norm": norm,
+                "lr": config.optimizer.lr * lr_fraction(config.schedule, step, config.train.steps),
+                "grad_norm": norm,
                 "tokens": (step + 1) * tokens,
                 "tokens_per_second": round(speed, 1),
-                "utilisation": None if peak is None else round(speed * needed / (peak * self.here.size), 4),
+                "mfu": None if peak is None else round(speed * needed / (peak * self.here.size), 4),
             }
             self._write(record)
             self.tell("stepped", record)

@@ -2,7 +2,7 @@
 
     weights, gradients and AdamW's two moments, in float32            16 bytes a parameter
     what the backward pass needs of the forward, a token and layer    inputs of norms, matrices and activations
-    ids and targets of a step                                         16 bytes a token
+    ids and targets of a step                                         16 bytes per token
 
 Shards divide the first over processes. It is a lower bound: what it refuses cannot fit, and what it lets through may
 still not.
@@ -11,34 +11,31 @@ still not.
 from __future__ import annotations
 
 import os
-from pathlib import Path
-
-import torch
 
 from lengthen.config import GATED, Config, ModelConfig
+from lengthen.model.memory import available, size
 from lengthen.training.parallel import World, spread_as
 
 PER_PARAMETER = 16
 USUAL = {"layers": 32, "width": 4096, "heads": 32, "head_dim": 128, "feed_forward": 16384, "vocab_size": 65536}
-LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container
 
 
 def refuse_what_cannot_fit(config: Config, here: World) -> None:
     """Refuse a model or a batch that needs more memory than the device has, by the key that is to blame."""
-    there, model = available(here), needed_by_model(config, here)
-    end = f"and {here.device} has {_size(there)}; force=True tries it"
+    there, model = available(here.device), needed_by_model(config, here)
+    end = f"and {here.device} has {size(there)}; force=True tries it"
     if model > there:
         key = _largest(config.model)
         raise ValueError(
             f"model.{key}: expected a model that fits into memory, got {getattr(config.model, key)!r}: "
-            f"{config.model.parameters:,} parameters, their gradients and AdamW's state take {_size(model)}, {end}"
+            f"{config.model.parameters:,} parameters, their gradients and AdamW's state take {size(model)}, {end}"
         )
     inputs, activations = needed_by_inputs(config, here), needed_by_activations(config, here)
     if model + inputs + activations > there:
         key = "batch" if config.train.micro_batch is None or inputs > activations else "micro_batch"
         raise ValueError(
             f"train.{key}: expected a batch that fits into memory, got {getattr(config.train, key)}: a pass takes "
-            f"{_size(inputs + activations)} at least beside the {_size(model)} of the model and AdamW's state, {end}"
+            f"{size(inputs + activations)} at least beside the {size(model)} of the model and AdamW's state, {end}"
         )
 
 
@@ -67,15 +64,6 @@ def needed_by_activations(config: Config, here: World) -> int:
     return (2 if narrow else 4) * tokens * model.layers * layer * _beside(here)
 
 
-def available(here: World) -> int:
-    """Return the bytes of memory that a device has, or that this process may have of the machine's."""
-    if here.device.type == "cuda":
-        return int(torch.cuda.get_device_properties(here.device).total_memory)
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    said = [Path(path).read_text().strip() for path in LIMITS if Path(path).is_file()]
-    return min([there, *(int(limit) for limit in said if limit.isdigit())])
-
-
 def _local(here: World) -> int:
     """Return how many of the processes are on this machine."""
     return min(here.size, int(os.environ.get("LOCAL_WORLD_SIZE", here.size)))
@@ -91,11 +79,3 @@ def _largest(model: ModelConfig) -> str:
     there = {key: getattr(model, key) or 0 for key in USUAL} | {"positions": model.method_parameters}
     usual = USUAL | {"positions": USUAL["vocab_size"] * USUAL["width"]}
     return max(there, key=lambda key: there[key] / usual[key])
-
-
-def _size(count: int) -> str:
-    """Return a number of bytes as a person says it."""
-    for unit, size in (("TB", 10**12), ("GB", 10**9)):
-        if count >= size:
-            return f"{count // size:,} {unit}"
-    return f"{count // 10**6:,} MB"

@@ -141,7 +141,7 @@ def test_the_table() -> None:
     row = {"length": 1024, "first": 5.5, "second": 3.25, "difference": -2.25, "standard_error": 0.0123}
     found = {"vocabulary": 97, "rows": [{**row, "previous": [0.5, 0.25], "induction": [0.0, 1.0]}]}
     assert list(table(found)) == [
-        "induction: n random tokens of 97, read twice (nats a token)",
+        "induction: n random tokens of 97, read twice (nats per token)",
         "  n                         first   second   change   ± s.e.",
         "  1,024                     5.500    3.250   -2.250    0.012",
         "  strongest weight on the token before, by layer",

@@ -23,28 +23,28 @@ def test_is_the_ops_reach(positions: str) -> None:
     calls: list[Call] = []
     each_layer(model, ids, calls.append)
     found = of_model(model, [ids[:1], ids[1:]])
-    assert found.reach.shape == found.share.shape == (2, 8)
+    assert found.reach.shape == found.fraction.shape == (2, 8)
     for layer, call in enumerate(calls):
         assert isinstance(call.bias, Table if positions == "kerple" else Linear)
         far = reach(call.q, call.k, call.bias).double()
         torch.testing.assert_close(found.reach[layer], far.mean((0, 2)), rtol=0.02, atol=0)  # each batch has its ball
         matrix = 3 * 200 * 201 / 2
-        torch.testing.assert_close(found.share[layer], far.sum((0, 2)) / matrix, rtol=0.02, atol=0)
-    steep, flat = found.share[0, 0], found.share[0, -1]
+        torch.testing.assert_close(found.fraction[layer], far.sum((0, 2)) / matrix, rtol=0.02, atol=0)
+    steep, flat = found.fraction[0, 0], found.fraction[0, -1]
     assert 0 < steep < 0.5
     assert flat == 1
 
 
-def test_longer_texts_read_a_smaller_share() -> None:
+def test_longer_texts_read_a_smaller_fraction() -> None:
     model = small("alibi")
     short, long = (of_model(model, [torch.randint(258, (1, length))]) for length in (64, 512))
-    assert bool((long.share[:, 0] < short.share[:, 0] / 3).all())
+    assert bool((long.fraction[:, 0] < short.fraction[:, 0] / 3).all())
     assert bool((long.reach <= 513 / 2).all())
 
 
 def test_a_bias_that_does_not_fall_reaches_all_that_is_seen() -> None:
     found = of_model(small("t5", heads=2), [torch.randint(258, (1, 40))])  # a new model's buckets are all 0
-    torch.testing.assert_close(found.share, torch.ones(2, 2).double())
+    torch.testing.assert_close(found.fraction, torch.ones(2, 2).double())
 
 
 @pytest.mark.parametrize("positions", ["rotary", "xpos", "none", "sinusoidal"])

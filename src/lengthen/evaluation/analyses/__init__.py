@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from lengthen import io
-from lengthen.evaluation.analyses import distance, induction, positions, reach, recall, resolution
+from lengthen.evaluation.analyses import distance, induction, longppl, positions, reach, resolution
 from lengthen.evaluation.analyses.shared import Lengths, Row, fitting_lengths, refuse_encoder
 
 ANALYSES: dict[str, ModuleType] = {
@@ -23,9 +23,9 @@ ANALYSES: dict[str, ModuleType] = {
     "reach": reach,
     "distance": distance,
     "induction": induction,
-    "recall": recall,
+    "longppl": longppl,
 }
-LENGTHS = dict.fromkeys(ANALYSES, Lengths()) | {"induction": induction.LENGTHS, "recall": recall.LENGTHS}
+LENGTHS = dict.fromkeys(ANALYSES, Lengths()) | {"induction": induction.LENGTHS}
 
 
 def write(folder: Path, found: Row) -> Path:
@@ -43,9 +43,9 @@ __all__ = [
     "distance",
     "fitting_lengths",
     "induction",
+    "longppl",
     "positions",
     "reach",
-    "recall",
     "refuse_encoder",
     "resolution",
     "write",

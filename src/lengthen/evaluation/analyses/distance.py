@@ -1,4 +1,4 @@
-"""Attention by distance: what share of its attention each head spends at which distance.
+"""Attention by distance: what fraction of its attention each head spends at which distance.
 
     weight[layer][head][bucket]  =  mean over queries i of  Σ_j softmax(score[i])_j    for i − j in the bucket
 
@@ -37,8 +37,8 @@ def weights(call: Call, most: int = CHUNK_SCORES) -> Tensor:
     batch, heads, queries, _ = call.q.shape
     sums = torch.zeros(heads, call.k.shape[2], dtype=torch.float64, device=call.q.device)
     for chunk in call.chunks(most):
-        share = chunk.score.softmax(dim=-1).masked_fill(~chunk.visible, 0).sum(dim=0, dtype=torch.float64)
-        sums.index_add_(1, chunk.distance.clamp(min=0).flatten(), share.flatten(1))
+        fraction = chunk.score.softmax(dim=-1).masked_fill(~chunk.visible, 0).sum(dim=0, dtype=torch.float64)
+        sums.index_add_(1, chunk.distance.clamp(min=0).flatten(), fraction.flatten(1))
     ends = [*bucket_starts(call.k.shape[2]), call.k.shape[2]]
     buckets = [sums[:, a:b].sum(dim=1) for a, b in pairwise(ends)]
     return torch.stack(buckets, dim=1) / (batch * queries)

@@ -38,8 +38,8 @@ from lengthen.evaluation.analyses.shared import (
     silent,
 )
 from lengthen.evaluation.capture import CHUNK_SCORES, Call, each_layer
-from lengthen.evaluation.recall import Draws
 from lengthen.evaluation.runs import Subject
+from lengthen.evaluation.tasks.sample import Draws
 from lengthen.model import Transformer
 from lengthen.model.loss import linear_cross_entropy
 
@@ -49,7 +49,7 @@ LEAST_SEQUENCES = 4  # for a standard error
 
 @dataclass(frozen=True)
 class Copying:
-    """What a model makes of sequences that it reads twice: losses in nats a token, weights of each layer."""
+    """What a model makes of sequences that it reads twice: losses in nats per token, weights of each layer."""
 
     sequences: int
     first: float  # the loss of tokens 1 … n − 1 of the first half
@@ -143,7 +143,7 @@ def analyse(
 
 def table(found: Row) -> Iterator[str]:
     """Yield the lines of a table for the terminal."""
-    yield f"induction: n random tokens of {found['vocabulary']:,}, read twice (nats a token)"
+    yield f"induction: n random tokens of {found['vocabulary']:,}, read twice (nats per token)"
     yield line("n", ["first", "second", "change", "± s.e."])
     for row in found["rows"]:
         cells = [row[key] for key in ("first", "second", "difference", "standard_error")]

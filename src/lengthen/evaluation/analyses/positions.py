@@ -52,7 +52,7 @@ class ByPosition:
 
 @dataclass(frozen=True)
 class Curse:
-    """The gain of a long length over a short one, in nats a token, and its two parts."""
+    """The gain of a long length over a short one, in nats per token, and its two parts."""
 
     short: int
     long: int
@@ -197,7 +197,7 @@ def analyse(
 
 def table(found: Row) -> Iterator[str]:
     """Yield the lines of a table for the terminal."""
-    yield "loss by position, nonoverlapping pieces (nats a token)"
+    yield "loss by position, nonoverlapping pieces (nats per token)"
     shown = found["rows"][-1]["positions"][-WIDEST:]
     yield line("length", [f"to {end:,}" for end in shown])
     for row in found["rows"]:

@@ -4,7 +4,7 @@
 a unit in the last place together (`docs/reach.md`). With D_i that number for the query at i (never above i + 1),
 
     reach  =  mean of D_i over queries                    keys read by a query
-    share  =  Σ D_i / Σ (i + 1)                           of the causal half of the score matrix
+    fraction  =  Σ D_i / Σ (i + 1)                           of the causal half of the score matrix
 
 A method without a bias has no such bound: every key may matter, whatever its distance. So may it with a bias that does
 not fall; then the reach is all that a query sees.
@@ -27,10 +27,10 @@ from lengthen.model import Transformer
 
 @dataclass(frozen=True, eq=False)
 class Reaches:
-    """For each layer and head, `[layers, heads]`: keys that a query reads on average, and the share of the matrix."""
+    """For each layer and head, `[layers, heads]`: keys that a query reads on average, and their fraction of all."""
 
     reach: Tensor
-    share: Tensor
+    fraction: Tensor
 
 
 def bounded(model: Transformer) -> bool:
@@ -85,7 +85,7 @@ def analyse(
     rows = []
     for length in lengths:
         found = of_model(subject.model, pieces(corpus[split], length, tokens, "reach", progress))
-        rows.append({"length": length, "reach": found.reach.tolist(), "share": found.share.tolist()})
+        rows.append({"length": length, "reach": found.reach.tolist(), "fraction": found.fraction.tolist()})
     return header("reach", subject, corpus) | {"rows": rows}
 
 
@@ -95,6 +95,6 @@ def table(found: Row) -> Iterator[str]:
     for row in found["rows"]:
         heads = range(len(row["reach"][0]))[:WIDEST]
         yield line(f"length {row['length']:,}", [f"head {head}" for head in heads])
-        for layer, (keys, share) in enumerate(zip(row["reach"], row["share"], strict=True)):
+        for layer, (keys, fraction) in enumerate(zip(row["reach"], row["fraction"], strict=True)):
             yield line(f"  layer {layer}", [f"{keys[head]:,.1f}" for head in heads])
-            yield line("", [f"{100 * share[head]:.1f} %" for head in heads])
+            yield line("", [f"{100 * fraction[head]:.1f} %" for head in heads])

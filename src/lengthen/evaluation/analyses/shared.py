@@ -46,7 +46,7 @@ class Lengths:
         return sorted({max(self.least, train_length * factor // self.times) for factor in TIMES})
 
 
-def header(kind: str, subject: Subject, corpus: Corpus | None, precision: torch.dtype = torch.float32) -> Row:
+def header(kind: str, subject: Subject, corpus: Corpus, precision: torch.dtype = torch.float32) -> Row:
     """Return what every file says of the model, the data and the computation; float32 is the weights' own precision."""
     refuse_encoder(subject.model)
     config, device = subject.model.config, device_of(subject.model)
@@ -56,7 +56,7 @@ def header(kind: str, subject: Subject, corpus: Corpus | None, precision: torch.
         "train_length": config.train_length,
         "checkpoint": subject.checkpoint.path.name,
         "weights": subject.weights,
-        "data": None if corpus is None else corpus.fingerprint,
+        "data": corpus.fingerprint,
         "precision": precision_of(subject.model, precision),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "version": __version__,
@@ -78,7 +78,7 @@ def pieces(text: Tokens, length: int, tokens: int, stage: str, progress: Progres
         progress(f"{stage}, {length}", here.stop * length, count * length)
 
 
-def fitting_lengths(subject: Subject, kind: Lengths, text: Tokens | None, given: list[int] | None = None) -> list[int]:
+def fitting_lengths(subject: Subject, kind: Lengths, text: Tokens, given: list[int] | None = None) -> list[int]:
     """Return the lengths, checked against the text and the model; without any, those of the usual ones that fit."""
     config, fitting = subject.model.config, []
     usual = kind.usual(config.train_length)
@@ -86,7 +86,7 @@ def fitting_lengths(subject: Subject, kind: Lengths, text: Tokens | None, given:
         problem = None
         if length < kind.least:
             problem = f"expected at least {kind.least}, got {length}"
-        elif kind.of_text and text is not None and length >= len(text):
+        elif kind.of_text and length >= len(text):
             held = f"split {text.name!r} of {text.directory} has {len(text):,} tokens"
             problem = f"{length:,} is longer than the text: {held}"
         elif config.longest is not None and kind.read(length) > config.longest:

@@ -49,7 +49,6 @@ def mask_of(name: str) -> Any:
 
 # In bfloat16 with head_dim 64, unless it says otherwise.
 PARTS: dict[str, list[Case]] = {
-    "few": [("forward bwd_dkv", {"mask": "causal", "bias": "linear"}), ("split", {"queries": 1, "bias": "linear"})],
     "forward": [
         (FORWARD, {"mask": "causal", "bias": "linear"}),
         (FORWARD, {"mask": "window", "bias": "table"}),
@@ -78,7 +77,7 @@ PARTS: dict[str, list[Case]] = {
     ],
     "wide": [
         (names, {"bias": "learned table", "queries": queries, "dim": dim, "dtype": dtype})
-        for dim, dtype in itertools.product((128, 256), (torch.bfloat16, torch.float32))
+        for dim, dtype in ((128, torch.bfloat16), (256, torch.float32))
         for names, queries in (("forward bwd_dq bwd_dkv gather", KEYS), ("split", 1))
     ],
     "every": [
@@ -98,7 +97,6 @@ EITHER, BIASES, PRECISIONS = {False, True}, {0, 1, 2, 3}, {"tf32", "tf32x3"}
 PLAIN: dict[str, set[Any]] = {"BIAS": BIASES, "TWO_SIDED": EITHER, "EDGED": EITHER, "PRECISION": PRECISIONS}
 PULLED = PLAIN | {"ALIGN": {1, 16}, "GROUPED": EITHER, "OF_BIAS": EITHER, "DECAY": EITHER}
 BRANCHES: dict[str, dict[str, dict[str, set[Any]]]] = {
-    "few": {"forward": {}, "bwd_dkv": {}, "split": {}},
     "forward": {
         "enclose": {"BIAS": {1, 2, 3}},
         "forward": PLAIN | {"STEADY": EITHER, "DECAY": EITHER},
@@ -128,9 +126,8 @@ def interpreter() -> None:
         pytest.skip("needs triton")
 
 
-@pytest.mark.parametrize(
-    "part", ["few", *(pytest.param(part, marks=pytest.mark.slow) for part in BRANCHES if part != "few")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("part", BRANCHES)
 def test_kernels_compile_for_a_gpu_and_fit_into_its_shared_memory(part: str, tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}  # nothing that was compiled before

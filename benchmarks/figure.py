@@ -1,0 +1,104 @@
+"""The README's figure, from committed results: speed of attention by length, and perplexity by length.
+
+    python benchmarks/figure.py                 # writes docs/figures/overview.svg
+
+Left, attention_gpu: tokens per second of one attention call, forward, 16 heads × 64 in bfloat16. Right,
+extrapolation_gpu: perplexity of models trained at 512 tokens, read at longer lengths under plain causal attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+
+ROOT = Path(__file__).parents[1]
+SPEED = ROOT / "benchmarks" / "results" / "attention_gpu-2026-11-16.json"
+PERPLEXITY = ROOT / "benchmarks" / "results" / "extrapolation_gpu-2026-11-15.json"
+CALLS = {"lengthen": "lengthen, ALiBi", "flex": "FlexAttention, ALiBi", "cudnn": "cuDNN, no bias"}
+METHODS = {"alibi": "ALiBi", "xpos": "xPos", "rotary": "rotary", "sinusoidal": "sinusoidal"}
+POWER = "datum.value < 1024 ? datum.value : datum.value / 1024 + 'k'"  # how a length is written
+LENGTHS = [512 << power for power in range(9)]
+STYLE: dict[str, Any] = {
+    "background": "white",
+    "font": "Helvetica, Arial, sans-serif",
+    "view": {"stroke": None},
+    "axis": {"gridColor": "#e4e4e4", "labelFontSize": 12, "titleFontSize": 13, "titleFontWeight": "normal"},
+    "title": {"anchor": "start", "fontSize": 14, "fontWeight": "normal", "frame": "group", "offset": 12},
+}
+
+Row = dict[str, Any]
+
+
+def speeds() -> list[Row]:
+    """Return tokens per second of each call at each length."""
+    measured = json.loads(SPEED.read_text(encoding="utf-8"))["sections"]["lengths"]
+    return [
+        {"length": one["length"], "name": CALLS[name], "value": one["batch"] * one["length"] / (1e-3 * ms)}
+        for one in measured
+        if one["what"] == "forward against flex" and one["head_dim"] == 64
+        for name, ms in one["ms"].items()
+    ]
+
+
+def perplexities() -> list[Row]:
+    """Return the perplexity of each method on books, at each length."""
+    measured = json.loads(PERPLEXITY.read_text(encoding="utf-8"))["rows"]
+    return [
+        {"length": one["length"], "name": METHODS[one["positions"]], "value": one["perplexity"]}
+        for one in measured
+        if one["protocol"] == "nonoverlapping" and one["text"] == "books"
+    ]
+
+
+def panel(
+    rows: list[Row], title: str, label: str, form: str, domain: list[float], names: list[str], colours: list[str]
+) -> Any:
+    """Return one panel: a line for each name, with the name at its end."""
+    seen = [length for length in LENGTHS if any(row["length"] == length for row in rows)]
+    last = max(row["length"] for row in rows)
+    x = (
+        alt.X("length:Q", title="length in tokens")
+        .scale(type="log", base=2)
+        .axis(values=seen, labelExpr=POWER, grid=False)
+    )
+    y = alt.Y("value:Q", title=label).scale(type="log", domain=domain).axis(format=form, tickCount=5)
+    colour = alt.Color("name:N").scale(domain=names, range=colours).legend(None)
+    base = alt.Chart(alt.InlineData(values=rows), title=title, width=330, height=260)
+    lines = base.mark_line(point=alt.OverlayMarkDef(size=36), strokeWidth=2).encode(x, y, colour)
+    ends = base.transform_filter(alt.datum.length == last)
+    marks = ends.mark_text(align="left", baseline="line-bottom", dx=8, dy=6, fontSize=12).encode(
+        x, y, colour, alt.Text("name:N")
+    )
+    return lines + marks
+
+
+def figure() -> Any:
+    """Return the figure."""
+    blue, red, grey, green = "#0b62a4", "#c4472b", "#6f6f6f", "#3c8a3f"
+    speed = panel(
+        *(speeds(), "Attention on one H200", "tokens/s, forward", "~s", [1e6, 2e8]),
+        [*CALLS.values()],
+        [blue, red, grey],
+    )
+    perplexity = panel(
+        *(perplexities(), "Trained at 512 tokens, read at more", "perplexity", "d", [40.0, 400.0]),
+        *([*METHODS.values()], [blue, green, grey, red]),
+    )
+    return alt.hconcat(speed, perplexity, spacing=110).resolve_scale(color="independent").configure(**STYLE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures" / "overview.svg", help="where it goes")
+    out = parser.parse_args().out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure().save(out)
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Decoding after a long context on one GPU: tokens/s and cache memory, ours beside transformers' MPT and its cache.
+
+    python benchmarks/generate_gpu.py                                  # writes benchmarks/results
+    python benchmarks/generate_gpu.py --only small --context 20000
+    python benchmarks/generate_gpu.py --device cpu --quick             # does the script work: tiny shapes, mean nothing
+
+Two shapes of ALiBi models with random weights in bfloat16: the preset `small` with a vocabulary of 50,368, and MPT-1B
+(24 layers × 2048, 16 heads). Each is built here and in transformers, which is given the same tokens. The context,
+100,000 random tokens, is read in chunks (prefill); then tokens are decoded greedily, one of each sequence per step. A
+number is the median over the steps after the first few. Our caches: `full`, and both modes of `reach` at the tolerance
+that is recorded. Peak memory is what torch had allocated at the most beside the weights. What does not fit into memory
+leaves a record that says so. Eager attention, which MPT has in transformers, holds all scores of a chunk: it is given
+chunks of 512 tokens divided by the batch.
+
+With random weights scores are small, so that how far a head looks is its slope's doing alone. A trained model may look
+farther, and keep more.
+
+    section     what is measured
+    small       the preset, batch 1 and 8
+    mpt         the shape of MPT-1B, batch 1 and 8
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from records import Report, attempted, parsed, parser_of, software
+from torch import Tensor
+
+from lengthen import ModelConfig, Transformer
+from lengthen.model.generation import read
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": {"layers": 12, "width": 768, "heads": 12},
+    "mpt": {"layers": 24, "width": 2048, "heads": 16},
+}
+QUICK_SHAPE: dict[str, Any] = {"layers": 2, "width": 32, "heads": 4}
+VOCABULARY, QUICK_VOCABULARY = 50_368, 97
+CACHES: dict[str, dict[str, Any]] = {
+    "full": {"policy": "full"},
+    "exact": {"policy": "reach", "mode": "exact"},
+    "certified": {"policy": "reach", "mode": "certified"},
+}
+CONTEXT, QUICK_CONTEXT = 100_000, 600
+BATCHES, QUICK_BATCHES = (1, 8), (1, 2)
+STEPS, QUICK_STEPS = 64, 6  # tokens that are decoded
+SKIPPED = 3  # steps that are not counted: they compile kernels
+CHUNK, QUICK_CHUNK = 512, 64
+TOLERANCE, SEED = 1e-3, 0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is read and decoded, and where."""
+
+    device: torch.device
+    vocabulary: int
+    context: int
+    batches: tuple[int, ...]
+    steps: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one model did with one batch."""
+
+    prefill: float  # seconds
+    step: float  # seconds, the median
+    cache: int  # bytes on the device
+    host: int
+    peak: int | None  # bytes beside the weights; none on a CPU, where it is not known
+    note: str = ""
+
+
+class Clock:
+    """Seconds and memory of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        self.before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+    def now(self) -> float:
+        """Return the time, when everything that was asked for is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def peak(self) -> int | None:
+        """Return the most that was allocated beside what was there before."""
+        return torch.cuda.max_memory_allocated(self.device) - self.before if self.device.type == "cuda" else None
+
+
+def decoded(clock: Clock, sizes: Sizes, logits: Tensor, step: Callable[[Tensor], Tensor]) -> float:
+    """Decode greedily; return the median seconds of a step."""
+    times = []
+    for _ in range(sizes.steps):
+        began = clock.now()
+        logits = step(logits.argmax(dim=-1, keepdim=True))
+        times.append(clock.now() - began)
+    return statistics.median(times[SKIPPED:])
+
+
+@torch.no_grad()
+def ours(model: Transformer, ids: Tensor, sizes: Sizes, options: dict[str, Any]) -> Measured:
+    """Measure our model with one of our caches."""
+    clock = Clock(sizes.device)
+    if options["policy"] == "full":
+        options = {**options, "room": sizes.context + sizes.steps}
+    cache = model.cache(tolerance=TOLERANCE, **options)
+    began = clock.now()
+    logits = read(model, ids, cache, sizes.chunk)
+    prefill = clock.now() - began
+    step = decoded(clock, sizes, logits, lambda chosen: read(model, chosen, cache))
+    return Measured(prefill, step, cache.nbytes, cache.host_nbytes, clock.peak(), f"bound {cache.bound:.2g}")
+
+
+@torch.no_grad()
+def theirs(model: Any, ids: Tensor, sizes: Sizes) -> Measured:
+    """Measure transformers' model with its own cache."""
+    from transformers import DynamicCache
+
+    clock = Clock(sizes.device)
+    cache: Any = DynamicCache(config=model.config)
+
+    def forward(new: Tensor) -> Tensor:
+        logits: Tensor = model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return logits[:, -1]
+
+    chunk = max(1, sizes.chunk // ids.shape[0])
+    began = clock.now()
+    for i in range(0, ids.shape[1], chunk):
+        logits = forward(ids[:, i : i + chunk])
+    prefill = clock.now() - began
+    step = decoded(clock, sizes, logits, forward)
+    held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+    return Measured(prefill, step, held, 0, clock.peak(), f"chunks of {chunk}")
+
+
+def our_model(shape: dict[str, Any], sizes: Sizes) -> Transformer:
+    """Return an ALiBi model of this shape."""
+    config = ModelConfig(vocab_size=sizes.vocabulary, train_length=1024, biases=False, **shape)
+    with torch.device(sizes.device):
+        return Transformer(config).to(torch.bfloat16).eval()
+
+
+def their_model(shape: dict[str, Any], sizes: Sizes) -> Any:
+    """Return transformers' MPT of this shape."""
+    from transformers import MptConfig, MptForCausalLM
+
+    config = MptConfig(
+        d_model=shape["width"],
+        n_heads=shape["heads"],
+        n_layers=shape["layers"],
+        vocab_size=sizes.vocabulary,
+        max_seq_len=sizes.context + sizes.steps,
+    )
+    with torch.device(sizes.device):
+        model: Any = MptForCausalLM(config)
+    return model.to(torch.bfloat16).eval()
+
+
+def section(report: Report, name: str, shape: dict[str, Any], sizes: Sizes) -> None:
+    """Record one shape: our caches, then transformers'."""
+    tokens = torch.Generator().manual_seed(SEED)
+    ids = torch.randint(sizes.vocabulary, (max(sizes.batches), sizes.context), generator=tokens).to(sizes.device)
+    torch.manual_seed(SEED)
+    mine = our_model(shape, sizes)
+    for batch in sizes.batches:
+        for cache, options in CACHES.items():
+            record(report, name, cache, batch, sizes, partial(ours, mine, ids[:batch], sizes, options))
+    del mine
+    peer, problem = attempted(lambda: their_model(shape, sizes))
+    for batch in sizes.batches:
+        if peer is None:
+            report.add(name, "decoding", {"cache": "transformers", "batch": batch}, None, note=problem)
+        else:
+            record(report, name, "transformers", batch, sizes, partial(theirs, peer, ids[:batch], sizes))
+
+
+def record(report: Report, name: str, cache: str, batch: int, sizes: Sizes, make: Callable[[], Measured]) -> None:
+    """Record what was measured, or why it was not."""
+    at = {"cache": cache, "batch": batch, "context": sizes.context}
+    found, problem = attempted(make)
+    if found is None:
+        report.add(name, "decoding", at, None, note=problem)
+        return
+    report.add(name, "decoding", at, batch / found.step, " tokens/s", ms={"step": 1e3 * found.step}, note=found.note)
+    report.add(name, "prefill", at, batch * sizes.context / found.prefill, " tokens/s")
+    report.add(name, "cache on the device", at, found.cache / 1e6, " MB")
+    report.add(name, "cache in host memory", at, found.host / 1e6, " MB")
+    if found.peak is not None:
+        report.add(name, "peak memory beside the weights", at, found.peak / 1e6, " MB")
+
+
+def main() -> int:
+    parser = parser_of(__doc__, tuple(SHAPES))
+    parser.add_argument("--device", default="cuda", help="cuda or cpu (cuda)")
+    parser.add_argument("--context", type=int, help=f"tokens that are read first ({CONTEXT})")
+    options = parsed(parser, "generate_gpu", tuple(SHAPES))
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("this needs a CUDA device, and torch sees none; --device cpu --quick tries the script")
+    device, quick = torch.device(options.device), options.quick
+    sizes = Sizes(
+        device=device,
+        vocabulary=QUICK_VOCABULARY if quick else VOCABULARY,
+        context=options.context or (QUICK_CONTEXT if quick else CONTEXT),
+        batches=QUICK_BATCHES if quick else BATCHES,
+        steps=QUICK_STEPS if quick else STEPS,
+        chunk=QUICK_CHUNK if quick else CHUNK,
+    )
+    facts = {**software(), "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
+    facts |= {"tolerance": TOLERANCE, "seed": SEED, "dtype": "bfloat16", "chunk": sizes.chunk}
+    report = Report(facts, options.out)
+    shapes = {name: QUICK_SHAPE if quick else SHAPES[name] for name in options.only}
+    runs = {name: partial(section, report, name, shape, sizes) for name, shape in shapes.items()}
+    return report.run(runs, options.strict)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
