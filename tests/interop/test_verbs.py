@@ -151,6 +151,14 @@ def test_a_text_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert lengthen.load("run").config == open_model("run").model.config
 
 
+def test_a_model_of_the_hub_has_its_results_in_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder is a cache that others share."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, allow_patterns: str(folder))
+    assert main(["eval", "somebody/bloom", *EVAL]) == 0
+    assert len(results.read(Path("runs/somebody--bloom"))) == 2
+    assert not (folder / "evaluation.jsonl").exists()
+
+
 def test_without_a_tokenizer(folder: Path, capsys: Capture) -> None:
     (folder / "tokenizer.json").unlink()
     assert main(["eval", str(folder), *EVAL]) == 1
