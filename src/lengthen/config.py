@@ -154,7 +154,7 @@ class ModelConfig:
         options = {**sides, **self.position_options}
         if self.longest is not None:
             options["max_length"] = self.longest
-        if options.get("scaling") in ("yarn", "llama3"):  # which are told what they stretch
+        if options.get("scaling") in ("yarn", "llama3", "dynamic"):  # which are told what they stretch
             options.setdefault("original_length", self.train_length)
         return build(self.positions, **sizes, **options)
 

@@ -30,6 +30,7 @@ class Flags:
     numbers: list[float] = field(default_factory=lambda: [1.0, 2.0])
     lengths: list[int] | None = None
     formats: list[Literal["svg", "pdf"]] | None = None
+    places: bool | list[Literal["qkv", "norm"]] = True
     force: bool = False
 
 
@@ -58,6 +59,9 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("lengths", "[]", []),
     ("lengths", "none", None),
     ("formats", "svg,pdf", ["svg", "pdf"]),
+    ("places", "false", False),
+    ("places", "qkv,norm", ["qkv", "norm"]),
+    ("places", "norm", ["norm"]),
 ]
 
 

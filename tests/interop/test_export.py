@@ -189,6 +189,10 @@ def test_a_run_by_the_verb(tmp_path: Path, capsys: Capture) -> None:
     assert main(["eval", folder, "--lengths", "48,96", "--tokens", "96", "--device", "cpu"]) == 0
     assert main(["export", folder, str(out)]) == 1
     assert "--force replaces it" in capsys.readouterr().err
+    assert main(["export", folder, folder, "--force"]) == 1
+    assert "expected another folder than the model's own" in capsys.readouterr().err
+    assert main(["export", folder, str(tmp_path / "shards"), "--force"]) == 1
+    assert "expected a folder with config.json, which alone is replaced" in capsys.readouterr().err
     (out / "old").write_text("")
     assert main(["export", folder, str(out), "--force"]) == 0
     card = (out / "README.md").read_text()

@@ -29,6 +29,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("Llama", {"hidden_size": 120, "num_attention_heads": 12, "num_key_value_heads": 4, "rope_parameters": YARN}),
     ("Llama", {"rope_parameters": LLAMA3}),
     ("Llama", {"rope_parameters": LINEAR}),
+    ("Llama", {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}}),
     ("Mistral", {"num_key_value_heads": 4, "sliding_window": 7}),
     ("Mistral", {"num_key_value_heads": 4, "sliding_window": None}),
     ("Qwen2", {"num_key_value_heads": 2}),
@@ -172,6 +173,18 @@ def test_falcons_own_bias_is_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (ours(ids) - logits_of(theirs, ids)).abs().max() > 1e-3
 
 
+@torch.no_grad()
+def test_dynamic_angles_go_by_the_length(tmp_path: Path) -> None:
+    """Theirs too, in a pass of its own; in a cache, keys of earlier passes would keep other angles."""
+    theirs = make("Llama", max_position_embeddings=32, rope_parameters={**LINEAR, "rope_type": "dynamic"})
+    ours, ids = lengthen.load(saved(theirs, tmp_path)), torch.randint(VOCABULARY, (1, 90))
+    for length in (20, 32, 33, 90):
+        compare(ours(ids[:, :length]), logits_of(theirs, ids[:, :length]), f"{length} tokens")
+    compare(cached(ours, ids[:, :32]), ours(ids[:, :32]))
+    with pytest.raises(ValueError, match=r"at most 32 tokens in a cache with scaling='dynamic'.* scaling='ntk'"):
+        cached(ours, ids)
+
+
 # Configs.
 
 
@@ -195,3 +208,125 @@ def test_configs_go_out_as_they_came(name: str, options: dict[str, Any]) -> None
     assert architecture.lacks(config) == []
     others = [one for one in ARCHITECTURES if one.lacks(config) == []]
     assert architecture in others
+
+
+# The configs of models that people use, as their config.json has them, and how many parameters those have.
+REAL: dict[str, tuple[int, dict[str, Any]]] = {
+    "bigscience/bloom-560m": (
+        559_214_592,
+        {
+            **{"model_type": "bloom", "architectures": ["BloomForCausalLM"], "attention_softmax_in_fp32": True},
+            **{
+                "apply_residual_connection_post_layernorm": False,
+                "attention_dropout": 0.0,
+                "bias_dropout_fusion": True,
+            },
+            **{"bos_token_id": 1, "eos_token_id": 2, "hidden_dropout": 0.0, "initializer_range": 0.02, "n_head": 16},
+            **{"layer_norm_epsilon": 1e-05, "masked_softmax_fusion": True, "n_embed": 1024, "n_inner": None},
+            **{"n_layer": 24, "offset_alibi": 100, "pad_token_id": 3, "pretraining_tp": 1, "seq_length": 2048},
+            **{"skip_bias_add": True, "skip_bias_add_qkv": False, "unk_token_id": 0, "use_cache": True},
+            **{"vocab_size": 250880},
+        },
+    ),
+    "mosaicml/mpt-7b-storywriter": (
+        6_649_286_656,
+        {
+            **{"model_type": "mpt", "architectures": ["MPTForCausalLM"], "d_model": 4096, "emb_pdrop": 0},
+            "attn_config": {
+                **{"alibi": True, "alibi_bias_max": 16, "attn_impl": "torch", "attn_pdrop": 0, "clip_qkv": 6},
+                **{"attn_type": "multihead_attention", "attn_uses_sequence_id": False, "prefix_lm": False},
+                **{"qk_ln": False, "softmax_scale": None},
+            },
+            **{"auto_map": {"AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"}, "embedding_fraction": 1.0},
+            **{"expansion_ratio": 4, "init_config": {"name": "kaiming_normal_"}, "init_device": "cpu", "verbose": 0},
+            **{"learned_pos_emb": True, "logit_scale": None, "max_seq_len": 65536, "n_heads": 32, "n_layers": 32},
+            **{"no_bias": True, "norm_type": "low_precision_layernorm", "resid_pdrop": 0, "vocab_size": 50432},
+            **{"tokenizer_name": "EleutherAI/gpt-neox-20b", "torch_dtype": "bfloat16", "use_cache": False},
+        },
+    ),
+    "tiiuae/falcon-rw-1b": (
+        1_311_625_216,
+        {
+            **{"model_type": "falcon", "architectures": ["FalconForCausalLM"], "alibi": True, "bias": True},
+            **{"apply_residual_connection_post_layernorm": False, "hidden_size": 2048, "multi_query": False},
+            **{"new_decoder_architecture": False, "num_attention_heads": 32, "num_hidden_layers": 24},
+            **{"parallel_attn": False, "vocab_size": 50304, "layer_norm_epsilon": 1e-05},
+        },
+    ),
+    "EleutherAI/pythia-70m": (
+        70_426_624,
+        {
+            **{"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "hidden_act": "gelu"},
+            **{"hidden_size": 512, "intermediate_size": 2048, "layer_norm_eps": 1e-05, "num_attention_heads": 8},
+            **{"num_hidden_layers": 6, "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False},
+            **{"max_position_embeddings": 2048, "use_parallel_residual": True, "vocab_size": 50304},
+        },
+    ),
+    "meta-llama/Llama-3.1-8B": (
+        8_030_261_248,
+        {
+            **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": False},
+            **{"hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336, "mlp_bias": False},
+            **{"max_position_embeddings": 131072, "num_attention_heads": 32, "num_hidden_layers": 32},
+            **{"num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0},
+            "rope_scaling": {
+                **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"},
+                **{"original_max_position_embeddings": 8192},
+            },
+            **{"tie_word_embeddings": False, "vocab_size": 128256},
+        },
+    ),
+    "mistralai/Mistral-7B-v0.1": (
+        7_241_732_096,
+        {
+            **{"model_type": "mistral", "architectures": ["MistralForCausalLM"], "hidden_act": "silu"},
+            **{"hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768},
+            **{"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05},
+            **{"rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 32000},
+        },
+    ),
+    "Qwen/Qwen2.5-0.5B": (
+        494_032_768,
+        {
+            **{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu"},
+            **{"hidden_size": 896, "intermediate_size": 4864, "max_position_embeddings": 32768},
+            **{"max_window_layers": 24, "num_attention_heads": 14, "num_hidden_layers": 24, "use_mrope": False},
+            **{"num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768},
+            **{"tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936},
+        },
+    ),
+    "Qwen/Qwen3-0.6B": (
+        596_049_920,
+        {
+            **{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": False},
+            **{"head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072},
+            **{"max_position_embeddings": 40960, "max_window_layers": 28, "num_attention_heads": 16},
+            **{"num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None},
+            **{"rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True, "vocab_size": 151936},
+            **{"use_sliding_window": False},
+        },
+    ),
+    "openai-community/gpt2": (
+        124_439_808,
+        {
+            **{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new"},
+            **{"attn_pdrop": 0.1, "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "n_ctx": 1024},
+            **{"layer_norm_epsilon": 1e-05, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024},
+            **{"resid_pdrop": 0.1, "summary_type": "cls_index", "summary_use_proj": True, "vocab_size": 50257},
+            "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("parameters", "table"), REAL.values(), ids=REAL)
+def test_configs_of_models_that_people_use(parameters: int, table: dict[str, Any]) -> None:
+    architecture = find(table, "config.json")
+    config = architecture.read(table, "config.json")
+    assert config.parameters == parameters
+    lacking = architecture.lacks(config)
+    if table["model_type"] == "mpt":  # transformers would take 8
+        assert config.position_options["slopes"][0] == pytest.approx(2**-0.5)
+        assert [line.partition(":")[0] for line in lacking] == ["positions.initial_slopes"]
+    else:
+        assert lacking == []

@@ -16,6 +16,7 @@ from lengthen.cli.main import main
 from lengthen.data.tokenizer import train
 from lengthen.evaluation import results
 from lengthen.interop.subjects import open_model
+from lengthen.report.collect import collect
 
 Capture = pytest.CaptureFixture[str]
 TEXT = "The fox looked at the grapes. They were sour, said the fox, and went its way. " * 120
@@ -67,7 +68,7 @@ def test_eval_of_a_text(folder: Path, capsys: Capture) -> None:
     config = folder / "config.json"
     config.write_text(config.read_text().replace("1e-05", "2e-05"))
     assert open_model(folder).weights != weights
-    assert main(["report", str(folder), "--out", "page.html"]) == 0
+    assert [curve.run.train_length for curve in collect([folder]).curves] == [64]
 
 
 def test_eval_without_data_reads_pythons_source(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
@@ -148,6 +149,14 @@ def test_a_text_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     (one,) = results.read(Path("run")).values()
     assert one.split == "train"
     assert lengthen.load("run").config == open_model("run").model.config
+
+
+def test_a_model_of_the_hub_has_its_results_in_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder is a cache that others share."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, allow_patterns: str(folder))
+    assert main(["eval", "somebody/bloom", *EVAL]) == 0
+    assert len(results.read(Path("runs/somebody--bloom"))) == 2
+    assert not (folder / "evaluation.jsonl").exists()
 
 
 def test_without_a_tokenizer(folder: Path, capsys: Capture) -> None:

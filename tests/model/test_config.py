@@ -96,6 +96,15 @@ def test_operations_are_those_that_torch_counts(kind: str, changes: dict[str, An
     assert config.flops_per_token(length) == pytest.approx(whole - saved, rel=1e-12)
 
 
+@pytest.mark.parametrize("window", [1, 5, 12, 99])
+def test_operations_with_a_window(window: int) -> None:
+    """A token sees itself and those behind it that its window has."""
+    config = ModelConfig(**SIZES, window=window)
+    seen = sum(min(place + 1, window) for place in range(12)) / 12
+    more = ModelConfig(**SIZES).flops_per_token(12) - config.flops_per_token(12)
+    assert more == pytest.approx(12 * config.layers * config.heads * config.head_width * (13 / 2 - seen))
+
+
 def test_making_a_config_draws_no_random_numbers() -> None:
     before = torch.get_rng_state()
     ModelConfig(**SIZES, positions="learned").parameters  # noqa: B018 (it is a property that counts)

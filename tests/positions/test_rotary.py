@@ -103,6 +103,14 @@ def test_against_transformers_dynamic_ntk(their_factor: float, stretch: int) -> 
     compare(Rotary(**SIZES, scaling="ntk", factor=factor), theirs, 128 * stretch)
 
 
+@pytest.mark.parametrize("length", [100, 128, 129, 512])
+def test_dynamic_is_ntk_by_the_length_of_a_pass(length: int) -> None:
+    dynamic = Rotary(**SIZES, scaling="dynamic", factor=2.0, original_length=128)
+    fixed = Rotary(**SIZES, scaling="ntk", factor=max(1.0, 2 * length / 128 - 1))
+    x, positions = torch.randn(1, 4, length, 64), torch.arange(length)
+    torch.testing.assert_close(dynamic.rotate(x, positions), fixed.rotate(x, positions))
+
+
 def test_ntk_keeps_the_fastest_pair_and_stretches_the_slowest_by_the_factor() -> None:
     plain = Rotary(**SIZES).frequencies(CPU)
     ratio = plain / Rotary(**SIZES, scaling="ntk", factor=8).frequencies(CPU)
@@ -144,9 +152,9 @@ def test_a_factor_of_one_changes_nothing() -> None:
         ),
         (
             {"scaling": "linear", "factor": 2.0, "original_length": 512},
-            r"rotary\.original_length: expected only with scaling='yarn' or 'llama3', got 512 with 'linear'",
+            r"rotary\.original_length: expected only with scaling='dynamic' or .*, got 512 with 'linear'",
         ),
-        ({"original_length": 512}, r"rotary\.original_length: expected only with scaling='yarn'"),
+        ({"original_length": 512}, r"rotary\.original_length: expected only with scaling='dynamic'"),
         ({"rotary_dim": 7}, r"rotary\.rotary_dim: expected an even number of at most head_dim=64, got 7"),
         ({"rotary_dim": 66}, r"rotary\.rotary_dim: expected an even number of at most head_dim=64, got 66"),
         ({"attention_factor": 2.0}, r"rotary\.attention_factor: expected only with scaling='yarn', got 2.0 with None"),

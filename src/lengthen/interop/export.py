@@ -29,6 +29,7 @@ from lengthen.config import ModelConfig
 from lengthen.data import Corpus
 from lengthen.data.tokenizer import END, MASK, Tokenizer
 from lengthen.evaluation import Subject, results
+from lengthen.interop import folder as folders
 from lengthen.interop.architecture import Architecture
 from lengthen.interop.architectures import ARCHITECTURES
 from lengthen.interop.byte_tokenizer import write as write_bytes_tokenizer
@@ -62,8 +63,7 @@ def export(
         force: replace a folder that holds something.
     """
     target = Path(out)
-    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not force)):
-        raise ValueError(f"out: expected a new folder, or an empty one, got {target}; force=True replaces it")
+    _refuse_others(target, subject, force)
     if subject.model.config.kind != "decoder":
         raise ValueError(f"model: expected a decoder, got an {subject.model.config.kind}, which is no causal model")
     chosen, reasons = choose(subject.model.config, architecture)
@@ -74,6 +74,19 @@ def export(
         known = [one for one in results.read(subject.folder).values() if one.weights == subject.weights]
         io.write_text(partial / "README.md", card(subject, chosen, known, target.name))
     return Exported(target, chosen.name, reasons, notes)
+
+
+def _refuse_others(target: Path, subject: Subject, force: bool) -> None:
+    """Refuse a folder that holds something, unless it is a model's and may be replaced; and the model's own always."""
+    place, own = target.resolve(), subject.checkpoint.path.resolve()
+    if place == own or place in own.parents or place == subject.folder.resolve():
+        raise ValueError(f"out: expected another folder than the model's own, got {target}")
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not force:
+        raise ValueError(f"out: expected a new folder, or an empty one, got {target}; force=True replaces it")
+    if not folders.is_one(target):
+        raise ValueError(f"out: expected a folder with {folders.CONFIG}, which alone is replaced, got {target}")
 
 
 def choose(config: ModelConfig, wanted: str | None = None) -> tuple[Architecture, dict[str, list[str]]]:

@@ -3,15 +3,14 @@
     theirs                                            ours
     rope_theta                                        base
     partial_rotary_factor                             rotary_dim / head_dim
-    rope_type "default", "linear", "yarn", "llama3"   scaling
+    rope_type default, linear, dynamic, yarn, llama3  scaling
     factor                                            factor
     original_max_position_embeddings                  original_length
     beta_fast, beta_slow (yarn)                       beta_fast, beta_slow
     high_freq_factor, low_freq_factor (llama3)        beta_fast, beta_slow
     attention_factor, or mscale and mscale_all_dim    attention_factor
 
-"dynamic" goes by the length of each pass, so that keys of a cache would be turned by other angles than those of the
-next pass; it is refused, unless another scaling is asked for. Older files have `rope_theta` and `rope_scaling`.
+"dynamic" has `max_position_embeddings` as its original length. Older files have `rope_theta` and `rope_scaling`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch import Tensor
 from lengthen.config import ModelConfig
 from lengthen.interop.asked import REQUIRED, Asked
 
-KINDS = ("default", "linear", "yarn", "llama3")
+KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 OF_A_SCALING = ("factor", "original_length", "beta_fast", "beta_slow", "attention_factor")
 
 
@@ -51,30 +50,27 @@ def read(asked: Asked, head_dim: int, longest: int, partial: float | None, over:
             raise rope.refusal("partial_rotary_factor", "1 for this architecture", part)
         options["rotary_dim"] = int(head_dim * part)
     kind = rope.take("rope_type", "type", default="default")
-    if kind == "dynamic" and "scaling" not in over:
-        other = "one that does not change with the length of a pass, or position options (scaling='ntk', factor=…)"
-        raise rope.refusal("rope_type", other, kind)
-    if kind not in (*KINDS, "dynamic"):
+    if kind not in KINDS:
         raise rope.refusal("rope_type", " or ".join(map(repr, KINDS)), kind, KINDS)
-    found = {} if kind in ("default", "dynamic") else _scaling(rope, kind, longest)
-    if kind == "dynamic":
-        rope.take("factor", default=None)
+    found = {} if kind == "default" else _scaling(rope, kind, longest)
     if "scaling" not in over:
-        rope.finish(("original_max_position_embeddings",) if kind in ("default", "linear") else ())
+        rope.finish(("original_max_position_embeddings",) if kind in ("default", "linear", "dynamic") else ())
         options |= found
-    elif over["scaling"] in ("yarn", "llama3") and "original_length" in found:
+    elif over["scaling"] in ("yarn", "llama3", "dynamic") and "original_length" in found:
         options["original_length"] = found["original_length"]
     return options
 
 
 def _scaling(rope: Asked, kind: str, longest: int) -> dict[str, Any]:
     original = None
-    if kind != "linear":
+    if kind in ("yarn", "llama3"):
         original = rope.take("original_max_position_embeddings", default=longest, hint=int)
     default = REQUIRED if original is None else longest / original  # as `factor: null` means in theirs
     found = {"scaling": kind, "factor": rope.take("factor", default=default, hint=float)}
     if kind == "linear":
         return found
+    if kind == "dynamic":
+        return {**found, "original_length": longest}
     found["original_length"] = original
     names = ("beta_fast", "beta_slow") if kind == "yarn" else ("high_freq_factor", "low_freq_factor")
     for ours, theirs in zip(("beta_fast", "beta_slow"), names, strict=True):

@@ -9,6 +9,8 @@ It does not extrapolate by itself. `scaling` stretches a model that was trained 
     linear   θ_n / factor                                   (Chen et al., 2023, arXiv 2306.15595)
     ntk      base · factor^(d/(d − 2)) in place of base: the fastest pair keeps its θ_n, the slowest
              gets θ_n / factor
+    dynamic  ntk with a factor that grows with a pass of L tokens, factor·L/original − (factor − 1), and none up to
+             the original length: keys of a cache would be turned otherwise, so a cache ends there
     yarn     pairs that turn beta_fast times over the original length keep θ_n, those that turn less than
              beta_slow times get θ_n / factor, with a ramp over the pairs between; queries and keys are each
              multiplied by 0.1·ln(factor) + 1              (Peng et al., 2023, arXiv 2309.00071)
@@ -24,11 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lengthen.checks import choice, number, whole_number
+from lengthen.positions.method import Placed
 from lengthen.positions.rotation import Rotation
 
-SCALINGS = ("linear", "ntk", "yarn", "llama3")
+SCALINGS = ("linear", "ntk", "dynamic", "yarn", "llama3")
 BETA_FAST = {"yarn": 32.0, "llama3": 4.0}  # turns over the original length: the values for Llama
 BETA_SLOW = 1.0
+LENGTHS = ("dynamic", *BETA_FAST)  # scalings that are told the original length
 
 
 class Rotary(Rotation):
@@ -56,8 +60,10 @@ class Rotary(Rotation):
         self.rotary_dim = self._checked_dim(rotary_dim)
         self.scaling = None if scaling is None else choice("rotary.scaling", scaling, SCALINGS)
         self.factor = self._checked_factor(factor)
-        if self.scaling == "ntk" and self.rotary_dim == 2:
-            raise ValueError("head_dim: expected at least 4 with scaling='ntk' (its exponent is d/(d − 2)), got 2")
+        if self.scaling in ("ntk", "dynamic") and self.rotary_dim == 2:
+            raise ValueError(
+                f"head_dim: expected at least 4 with scaling={self.scaling!r} (its exponent is d/(d − 2)), got 2"
+            )
         self._refuse_unused(original_length=original_length, beta_fast=beta_fast, beta_slow=beta_slow)
         self.beta_fast = number(
             "rotary.beta_fast", BETA_FAST.get(scaling or "", 1.0) if beta_fast is None else beta_fast, above=0
@@ -96,23 +102,23 @@ class Rotary(Rotation):
         return number("rotary.factor", factor, at_least=1)
 
     def _refuse_unused(self, **given: float | None) -> None:
-        if self.scaling in BETA_FAST:
-            return
         for name, value in given.items():
-            if value is not None:
+            known = LENGTHS if name == "original_length" else tuple(BETA_FAST)
+            if value is not None and self.scaling not in known:
+                listed = " or ".join(map(repr, known))
                 raise ValueError(
-                    f"rotary.{name}: expected only with scaling='yarn' or 'llama3', got {value} with {self.scaling!r}"
+                    f"rotary.{name}: expected only with scaling={listed}, got {value} with {self.scaling!r}"
                 )
 
     def _checked_length(self, original_length: int | None) -> int | None:
-        if self.scaling not in BETA_FAST:
+        if self.scaling not in LENGTHS:
             return None
         if original_length is None:
             raise ValueError(
                 f"rotary.original_length: expected the length trained at, with scaling={self.scaling!r}, got None"
             )
         whole_number("rotary.original_length", original_length, at_least=1)
-        if self.beta_fast <= self.beta_slow:
+        if self.scaling in BETA_FAST and self.beta_fast <= self.beta_slow:
             raise ValueError(
                 f"rotary.beta_fast: expected more than beta_slow={self.beta_slow:g}, got {self.beta_fast:g}"
             )
@@ -125,9 +131,31 @@ class Rotary(Rotation):
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Return θ for each pair as scaled, float64 `[head_dim / 2]`; 0 for pairs that are not turned."""
+        return self._frequencies(device, self.factor if self.scaling == "ntk" else 1.0)
+
+    def frequencies_at(self, positions: Tensor) -> Tensor:
+        """Return θ for each pair in a pass over these positions: with "dynamic", it goes by the last of them."""
+        if self.scaling != "dynamic" or not positions.numel():
+            return self.frequencies(positions.device)
+        assert self.original_length is not None
+        times = max(1.0, (int(positions.max()) + 1) / self.original_length)
+        return self._frequencies(positions.device, self.factor * times - (self.factor - 1))
+
+    def at(self, positions: Tensor, dtype: torch.dtype, two_sided: bool, cached: int | None = None) -> Placed:
+        """Return the angles of these positions; refuse a cache where later passes would be turned otherwise."""
+        total = (cached or 0) + positions.shape[-1]
+        if self.scaling == "dynamic" and cached is not None and total > (self.original_length or 0):
+            raise ValueError(
+                f"positions: expected at most {self.original_length} tokens in a cache with scaling='dynamic', whose "
+                f"angles change with the length, got {total}; scaling='ntk' has a factor for all lengths"
+            )
+        return super().at(positions, dtype, two_sided, cached)
+
+    def _frequencies(self, device: torch.device, stretch: float) -> Tensor:
+        """Return θ with the base stretched so far."""
         size, base = self.rotary_dim, self.base
-        if self.scaling == "ntk":
-            base *= self.factor ** (size / (size - 2))
+        if stretch != 1:
+            base *= stretch ** (size / (size - 2))
         theta = torch.pow(base, -torch.arange(0, size, 2, dtype=torch.float64, device=device) / size)
         if self.scaling in BETA_FAST:
             stretched = self._stretched(theta)

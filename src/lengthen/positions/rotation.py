@@ -40,6 +40,10 @@ class Rotation(PositionMethod):
         pair = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
         return torch.pow(self.base, -pair / self.head_dim)
 
+    def frequencies_at(self, positions: Tensor) -> Tensor:
+        """Return θ for each pair in a pass over these positions."""
+        return self.frequencies(positions.device)
+
     def at(self, positions: Tensor, dtype: torch.dtype, two_sided: bool, cached: int | None = None) -> Placed:
         """Return the angles of these positions: torch.compile would otherwise compute them in every layer."""
         placed = super().at(positions, dtype, two_sided, cached)
@@ -69,7 +73,7 @@ class Rotation(PositionMethod):
 
     def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin as `turn` takes them."""
-        theta = self.frequencies(positions.device)
+        theta = self.frequencies_at(positions)
         angle = positions.unsqueeze(-1) * theta
         if positions.dim() == 2:
             angle = angle.unsqueeze(1)
