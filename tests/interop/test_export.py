@@ -22,7 +22,7 @@ from lengthen.data.tokenizer import Tokenizer
 from lengthen.evaluation import Subject
 from lengthen.interop import byte_tokenizer
 from lengthen.interop.export import choose, export
-from lengthen.interop.subjects import open_model, read_tokenizer
+from lengthen.interop.subjects import open_model, tokenizer_of
 from lengthen.model import save
 from lengthen.training.checkpoint import Checkpoint, State
 
@@ -125,7 +125,8 @@ def test_transformers_alone_computes_the_same(alone: dict[str, Any], name: str, 
     again = open_model(made.folder)
     torch.testing.assert_close(again.model(ids), model(ids), rtol=1e-6, atol=1e-6)
     assert again.model.config.train_length == 48
-    tokenizer = read_tokenizer(made.folder / "tokenizer.json")
+    tokenizer = tokenizer_of(again)
+    assert tokenizer is not None
     assert tokenizer.encode("The fox — 🦊") == said["ids"]
     for one in (model, again.model):
         (new,) = one.generate([said["ids"]], 20, stop=[tokenizer.end_id]).tokens

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from lengthen.attention import Mask
     from lengthen.attention.cache import Cache
     from lengthen.data.tokenizer import Tokenizer
-    from lengthen.evaluation import Subject
     from lengthen.model import Transformer
 
 OPTIONS = "--positions."  # of whatever name: what a method takes, the method checks
@@ -95,11 +94,14 @@ def opened(
     run: Path, checkpoint: str, device: str | None, positions: dict[str, Any], data: Path | None
 ) -> tuple[Transformer, Tokenizer]:
     """Return the model that the flags of these names say, and its tokenizer."""
-    from lengthen.interop.subjects import open_model
+    from lengthen.interop.subjects import open_model, tokenizer_of
     from lengthen.training.parallel import pick_device
 
     subject = open_model(run, checkpoint, pick_device(device), positions)
-    return subject.model.eval(), tokenizer_of(subject, data)
+    tokenizer = tokenizer_of(subject, data)
+    if tokenizer is None:
+        raise ValueError(f"--data: expected a corpus with the tokenizer of {run}, which has none of its own, got none")
+    return subject.model.eval(), tokenizer
 
 
 def prompts(arguments: Arguments) -> Iterator[str]:
@@ -130,27 +132,6 @@ def checked(name: str, given: bytes) -> str:
     except UnicodeDecodeError as problem:
         found = given[problem.start]
         raise ValueError(f"{name}: expected UTF-8, got the byte 0x{found:02x} at {problem.start}") from None
-
-
-def tokenizer_of(subject: Subject, directory: Path | None) -> Tokenizer:
-    """Return the tokenizer that a model was trained with: bytes need no corpus."""
-    from lengthen.cli.corpus import open_corpus
-    from lengthen.data.tokenizer import Tokenizer
-    from lengthen.interop.subjects import read_tokenizer
-
-    state = subject.checkpoint.state
-    if subject.tokenizer is not None and directory is None:
-        return read_tokenizer(subject.tokenizer)
-    trained, folder = state.tokenizer, state.folder
-    if trained == "bytes" and directory is None:
-        return Tokenizer()
-    corpus = open_corpus(directory or (None if folder is None else Path(folder)), subject.config.data)
-    if trained is not None and corpus.tokenizer_name != trained:
-        raise ValueError(
-            f"--data: {corpus.directory} was made with another tokenizer ({corpus.tokenizer_name[:12]}) than the "
-            f"corpus that {subject.checkpoint.path} was trained on ({trained[:12]})"
-        )
-    return corpus.tokenizer
 
 
 def write(model: Transformer, tokenizer: Tokenizer, prompt: str, arguments: Arguments) -> int:

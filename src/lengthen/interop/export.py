@@ -26,7 +26,6 @@ from torch import Tensor
 from lengthen import io
 from lengthen.checks import nearest
 from lengthen.config import ModelConfig
-from lengthen.data import Corpus
 from lengthen.data.tokenizer import END, MASK, Tokenizer
 from lengthen.evaluation import Subject, results
 from lengthen.interop import folder as folders
@@ -35,7 +34,7 @@ from lengthen.interop.architectures import ARCHITECTURES
 from lengthen.interop.byte_tokenizer import write as write_bytes_tokenizer
 from lengthen.interop.card import card
 from lengthen.interop.own import Own
-from lengthen.interop.subjects import read_tokenizer
+from lengthen.interop.subjects import tokenizer_of
 from lengthen.model import Transformer
 from lengthen.model.weights import FILE, write_tensors
 
@@ -67,7 +66,7 @@ def export(
     if subject.model.config.kind != "decoder":
         raise ValueError(f"model: expected a decoder, got an {subject.model.config.kind}, which is no causal model")
     chosen, reasons = choose(subject.model.config, architecture)
-    tokenizer = _tokenizer(subject, data)
+    tokenizer = tokenizer_of(subject, data)
     with _folder(target) as partial:
         _write_model(subject.model, chosen, tokenizer, partial)
         notes = _write_tokenizer(tokenizer, subject, partial)
@@ -131,24 +130,6 @@ def _write_model(model: Transformer, chosen: Architecture, tokenizer: Tokenizer 
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     io.write_json(folder / "config.json", {**chosen.write(config), **ids, "dtype": dtype})
     io.write_json(folder / "generation_config.json", ids)
-
-
-def _tokenizer(subject: Subject, data: Path | None) -> Tokenizer | None:
-    """Return the model's tokenizer: of its folder, of the corpus named, or of the one that it was trained on."""
-    state = subject.checkpoint.state
-    if subject.tokenizer is not None and data is None:
-        return read_tokenizer(subject.tokenizer)
-    if state.tokenizer is None and data is None:
-        return None
-    if state.tokenizer == "bytes" and data is None:
-        return Tokenizer()
-    place = data or Path(state.folder or "")
-    if not (place / "index.json").is_file():
-        raise FileNotFoundError(f"data: expected the corpus with the model's tokenizer, got {place}; name it")
-    corpus = Corpus.open(place)
-    if state.tokenizer not in (None, corpus.tokenizer_name):
-        raise ValueError(f"data: {place} was made with another tokenizer than the model was trained with")
-    return corpus.tokenizer
 
 
 def _write_tokenizer(tokenizer: Tokenizer | None, subject: Subject, folder: Path) -> list[str]:

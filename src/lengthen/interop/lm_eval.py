@@ -1,4 +1,4 @@
-"""Models of runs in EleutherAI's lm-evaluation-harness, under the name `lengthen`.
+"""Models in EleutherAI's lm-evaluation-harness, under the name `lengthen`.
 
     python -m lengthen.interop.lm_eval run --model lengthen --model_args path=runs/small,max_length=2048 --tasks piqa
     lm_eval.simple_evaluate(model=LengthenLM("runs/small"), tasks=["piqa"])           from Python
@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from lengthen.checks import whole_number
-from lengthen.data import Corpus, Tokenizer
-from lengthen.evaluation import Subject, open_run
+from lengthen.interop.subjects import open_model, tokenizer_of
 from lengthen.model import IGNORED
 from lengthen.model.score import BATCH_TOKENS, logits_at, losses, usual_precision
 from lengthen.training.parallel import pick_device
@@ -43,11 +42,11 @@ Pair = tuple[list[int], list[int]]  # the context's tokens, and the continuation
 
 @register_model("lengthen")
 class LengthenLM(TemplateLM):
-    """A run's model, as the harness asks it.
+    """A run's model, or one of Hugging Face, as the harness asks it.
 
     Args:
-        path: a run's folder, or one checkpoint's.
-        data: the corpus that has the tokenizer; None: the one that the model was trained on. Bytes need none.
+        path: a run's folder, one checkpoint's, or a model of Hugging Face.
+        data: the corpus that has the tokenizer; None: the model's own, or the one that it was trained on.
         checkpoint: "last" or "best", of a run.
         max_length: tokens that are read at once, at most; None: the training length.
         max_gen_toks: tokens that are generated, at most, where a task does not say.
@@ -77,11 +76,16 @@ class LengthenLM(TemplateLM):
             raise ValueError(f"model_args: expected path, data, …, or {OPTIONS}NAME, got {unknown[0]!r}")
         changed = {name.removeprefix(OPTIONS): value for name, value in options.items()}
         self._device = pick_device(device)
-        subject = open_run(path, checkpoint, self._device, changed)
+        subject = open_model(path, checkpoint, self._device, changed)
         self.model = subject.model
         if self.model.config.kind != "decoder":
             raise ValueError(f"path: expected a decoder, got an {self.model.config.kind} in {path}")
-        self.tokenizer, self._tokenizer_name = _tokenizer(subject, data)
+        tokenizer = tokenizer_of(subject, None if data is None else Path(data))
+        if tokenizer is None:
+            raise ValueError(
+                f"data: expected a corpus with the tokenizer of {path}, which has none, got none"
+            )
+        self.tokenizer, self._tokenizer_name = tokenizer, subject.checkpoint.state.tokenizer or str(data)
         self.max_length = whole_number("max_length", max_length or self.model.config.train_length, at_least=1)
         longest = self.model.config.longest
         if longest is not None and self.max_length > longest:
@@ -210,20 +214,6 @@ class LengthenLM(TemplateLM):
 def _cut(text: str, stops: list[str]) -> str:
     """Return a text up to the first of the stop strings."""
     return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
-
-
-def _tokenizer(subject: Subject, data: str | None) -> tuple[Tokenizer, str]:
-    """Return the tokenizer that a model was trained with, and its name."""
-    state = subject.checkpoint.state
-    if data is None and state.tokenizer == "bytes":
-        return Tokenizer(), "bytes"
-    folder = data or state.folder
-    if folder is None or not Path(folder).is_dir():
-        raise ValueError(f"data: expected the corpus that {subject.checkpoint.path} was trained on, got {folder}")
-    corpus = Corpus.open(folder)
-    if state.tokenizer not in (None, corpus.tokenizer_name):
-        raise ValueError(f"data: {folder} was made with another tokenizer than that of {subject.checkpoint.path}")
-    return corpus.tokenizer, corpus.tokenizer_name
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lengthen import io
 from lengthen.config import Config, DataConfig, ModelConfig
+from lengthen.data import Corpus
 from lengthen.data.checksums import sha256_of
 from lengthen.data.tokenizer import Tokenizer
 from lengthen.evaluation import Subject, open_run
@@ -83,9 +84,23 @@ def end_token(tokenizer: Path) -> str | None:
     return said if isinstance(said, str) else None
 
 
-def read_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a folder of Hugging Face."""
-    return Tokenizer(path, "json", end_token(path))
+def tokenizer_of(subject: Subject, data: Path | None = None) -> Tokenizer | None:
+    """Return a model's tokenizer: of its folder, of the corpus that was named, or of the one that it was trained on."""
+    state = subject.checkpoint.state
+    if data is None and subject.tokenizer is not None:
+        return Tokenizer(subject.tokenizer, "json", end_token(subject.tokenizer))
+    if data is None and state.tokenizer in (None, "bytes"):
+        return None if state.tokenizer is None else Tokenizer()
+    place = data or Path(state.folder or "")
+    if not (place / "index.json").is_file():
+        raise FileNotFoundError(f"--data: expected the corpus with the model's tokenizer, got {place}; name it")
+    corpus = Corpus.open(place)
+    if state.tokenizer not in (None, corpus.tokenizer_name):
+        raise ValueError(
+            f"--data: {place} was made with another tokenizer ({corpus.tokenizer_name[:12]}) than the corpus that "
+            f"{subject.checkpoint.path} was trained on ({(state.tokenizer or '')[:12]})"
+        )
+    return corpus.tokenizer
 
 
 # Other architectures.
