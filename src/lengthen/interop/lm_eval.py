@@ -82,9 +82,7 @@ class LengthenLM(TemplateLM):
             raise ValueError(f"path: expected a decoder, got an {self.model.config.kind} in {path}")
         tokenizer = tokenizer_of(subject, None if data is None else Path(data))
         if tokenizer is None:
-            raise ValueError(
-                f"data: expected a corpus with the tokenizer of {path}, which has none, got none"
-            )
+            raise ValueError(f"data: expected a corpus with the tokenizer of {path}, which has none, got none")
         self.tokenizer, self._tokenizer_name = tokenizer, subject.checkpoint.state.tokenizer or str(data)
         self.max_length = whole_number("max_length", max_length or self.model.config.train_length, at_least=1)
         longest = self.model.config.longest
