@@ -36,9 +36,12 @@ class Pace(Watcher):
 
     def __init__(self, name: str, steps: int) -> None:
         self.name, self.steps, self.told = name, steps, 0.0
+        self.initial = 0.0  # the loss of the first step, before any update
 
     def stepped(self, record: Record) -> None:
         """Say how far it is."""
+        if record["step"] == 1:
+            self.initial = record["loss"]
         if time.monotonic() - self.told > 10 or record["step"] == self.steps:
             self.told = time.monotonic()
             speed = f"{record['tokens_per_second']:,.0f} tokens/s"
@@ -79,19 +82,19 @@ def trained(method: str, corpus: Corpus, folder: Path, arguments: argparse.Names
         **{key: literal(value) for key, _, value in (word.partition("=") for word in arguments.set)},
     }
     config = load("small", overrides, corpus.vocab_size)
-    began = time.monotonic()
+    began, pace = time.monotonic(), Pace(method, arguments.steps)
     with world(arguments.device) as here:
-        outcome = train(config, corpus, folder, here, watchers=[Pace(method, arguments.steps)])
+        outcome = train(config, corpus, folder, here, watchers=[pace])
     tokens = outcome.step * config.train.batch * config.model.train_length
-    return {"method": method, "seconds": time.monotonic() - began, "tokens": tokens, "loss": outcome.loss}
+    found = {"method": method, "seconds": time.monotonic() - began, "tokens": tokens, "loss": outcome.loss}
+    return found | {"initial_loss": pace.initial, "steps": arguments.steps, "set": arguments.set}
 
 
 def tested(folder: Path, name: str, corpus: Corpus, arguments: argparse.Namespace) -> list[Result]:
     """Read one model at every length, plain and blockwise."""
     subject = open_run(folder, device=arguments.device)
     base = subject.model.config.train_length
-    lengths = [base * length // LENGTHS[0] for length in LENGTHS]
-    fitting = [length for length in lengths if length < len(corpus["train"])]
+    fitting = [length for length in map(int, arguments.lengths.split(",")) if length < len(corpus["train"])]
     chosen = [protocol(kind, length, base) for length in fitting for kind in ("nonoverlapping", "blockwise")]
     results = evaluate(subject, corpus, chosen, split="train", tokens=arguments.tokens)
     for one in results:
@@ -125,6 +128,7 @@ def main() -> None:
     parser.add_argument("--test", required=True, action="append", metavar="NAME=FILE", help="a text to test on")
     parser.add_argument("--separator", default="\\0", help="what stands between documents (\\0)")
     parser.add_argument("--methods", default=",".join(METHODS), help="position methods, with commas")
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="read at (512 to 16384)")
     parser.add_argument("--steps", type=int, default=700, help="of 65,536 tokens (700)")
     parser.add_argument("--vocabulary", type=int, default=16384, help="of the BPE (16384)")
     parser.add_argument("--tokens", type=int, default=262_144, help="scored at every length (262144)")

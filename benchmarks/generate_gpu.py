@@ -6,11 +6,11 @@
 
 Two shapes of ALiBi models with random weights in bfloat16: the preset `small` with a vocabulary of 50,368, and MPT-1B
 (24 layers × 2048, 16 heads). Each is built here and in transformers, which is given the same tokens. The context,
-100,000 random tokens, is read in chunks (prefill); then tokens are decoded greedily, one of each sequence per step. A
-number is the median over the steps after the first few. Our caches: `full`, and both modes of `reach` at the tolerance
-that is recorded. Peak memory is what torch had allocated at the most beside the weights. What does not fit into memory
-leaves a record that says so. Eager attention, which MPT has in transformers, holds all scores of a chunk: it is given
-chunks of 512 tokens divided by the batch.
+100,000 random tokens, is read in chunks of 512 (prefill), once for each cache. Then tokens are decoded greedily, one of
+each sequence per step; a batch is that context several times, its cache copied. A number is the median over the steps
+after the first few. Our caches: `full`, and both modes of `reach` at the tolerance that is recorded. Peak memory is
+what torch had allocated at the most while decoding, beside the weights. What does not fit into memory leaves a record
+that says so.
 
 With random weights scores are small, so that how far a head looks is its slope's doing alone. A trained model may look
 farther, and keep more.
@@ -22,6 +22,7 @@ farther, and keep more.
 
 from __future__ import annotations
 
+import copy
 import gc
 import statistics
 import sys
@@ -73,7 +74,6 @@ class Sizes:
 class Measured:
     """What one model did with one batch."""
 
-    prefill: float  # seconds
     step: float  # seconds, the median
     cache: int  # bytes on the device
     host: int
@@ -113,40 +113,55 @@ def decoded(clock: Clock, sizes: Sizes, logits: Tensor, step: Callable[[Tensor],
     return statistics.median(times[SKIPPED:])
 
 
-@torch.no_grad()
-def ours(model: Transformer, ids: Tensor, sizes: Sizes, options: dict[str, Any]) -> Measured:
-    """Measure our model with one of our caches."""
-    clock = Clock(sizes.device)
-    if options["policy"] == "full":
-        options = {**options, "room": sizes.context + sizes.steps}
-    cache = model.cache(tolerance=TOLERANCE, **options)
-    began = clock.now()
-    logits = read(model, ids, cache, sizes.chunk)
-    prefill = clock.now() - began
-    step = decoded(clock, sizes, logits, lambda chosen: read(model, chosen, cache))
-    return Measured(prefill, step, cache.nbytes, cache.host_nbytes, clock.peak(), f"bound {cache.bound:.2g}")
+class Ours:
+    """Our model with one of our caches, after a context."""
+
+    def __init__(self, model: Transformer, ids: Tensor, sizes: Sizes, options: dict[str, Any]) -> None:
+        self.model, self.sizes = model, sizes
+        if options["policy"] == "full":
+            options = {**options, "room": sizes.context + 2 * sizes.steps}
+        self.cache, clock = model.cache(tolerance=TOLERANCE, **options), Clock(sizes.device)
+        began = clock.now()
+        self.logits = read(model, ids, self.cache, sizes.chunk)
+        self.prefill = clock.now() - began
+
+    @torch.no_grad()
+    def decode(self, batch: int) -> Measured:
+        """Decode this many copies of the context."""
+        clock = Clock(self.sizes.device)
+        cache = self.cache.rows([0] * batch)
+        step = decoded(clock, self.sizes, self.logits.expand(batch, -1), lambda new: read(self.model, new, cache))
+        return Measured(step, cache.nbytes, cache.host_nbytes, clock.peak(), f"bound {cache.bound:.2g}")
 
 
-@torch.no_grad()
-def theirs(model: Any, ids: Tensor, sizes: Sizes) -> Measured:
-    """Measure transformers' model with its own cache."""
-    from transformers import DynamicCache
+class Theirs:
+    """Transformers' model with its own cache, after a context."""
 
-    clock = Clock(sizes.device)
-    cache: Any = DynamicCache(config=model.config)
+    def __init__(self, model: Any, ids: Tensor, sizes: Sizes) -> None:
+        from transformers import DynamicCache
 
-    def forward(new: Tensor) -> Tensor:
-        logits: Tensor = model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        self.model, self.sizes = model, sizes
+        self.cache: Any = DynamicCache(config=model.config)
+        clock = Clock(sizes.device)
+        began = clock.now()
+        for i in range(0, ids.shape[1], sizes.chunk):
+            self.logits = self.forward(ids[:, i : i + sizes.chunk], self.cache)
+        self.prefill = clock.now() - began
+
+    @torch.no_grad()
+    def forward(self, new: Tensor, cache: Any) -> Tensor:
+        """Return the logits of what follows the last of these tokens."""
+        logits: Tensor = self.model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1]
 
-    chunk = max(1, sizes.chunk // ids.shape[0])
-    began = clock.now()
-    for i in range(0, ids.shape[1], chunk):
-        logits = forward(ids[:, i : i + chunk])
-    prefill = clock.now() - began
-    step = decoded(clock, sizes, logits, forward)
-    held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
-    return Measured(prefill, step, held, 0, clock.peak(), f"chunks of {chunk}")
+    def decode(self, batch: int) -> Measured:
+        """Decode this many copies of the context."""
+        clock = Clock(self.sizes.device)
+        cache = copy.deepcopy(self.cache)
+        cache.batch_repeat_interleave(batch)
+        step = decoded(clock, self.sizes, self.logits.expand(batch, -1), lambda new: self.forward(new, cache))
+        held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+        return Measured(step, held, 0, clock.peak())
 
 
 def our_model(shape: dict[str, Any], sizes: Sizes) -> Transformer:
@@ -175,34 +190,35 @@ def their_model(shape: dict[str, Any], sizes: Sizes) -> Any:
 def section(report: Report, name: str, shape: dict[str, Any], sizes: Sizes) -> None:
     """Record one shape: our caches, then transformers'."""
     tokens = torch.Generator().manual_seed(SEED)
-    ids = torch.randint(sizes.vocabulary, (max(sizes.batches), sizes.context), generator=tokens).to(sizes.device)
+    ids = torch.randint(sizes.vocabulary, (1, sizes.context), generator=tokens).to(sizes.device)
     torch.manual_seed(SEED)
     mine = our_model(shape, sizes)
-    for batch in sizes.batches:
-        for cache, options in CACHES.items():
-            record(report, name, cache, batch, sizes, partial(ours, mine, ids[:batch], sizes, options))
+    for cache, options in CACHES.items():
+        record(report, name, cache, sizes, partial(Ours, mine, ids, sizes, options))
     del mine
-    peer, problem = attempted(lambda: their_model(shape, sizes))
-    for batch in sizes.batches:
-        if peer is None:
-            report.add(name, "decoding", {"cache": "transformers", "batch": batch}, None, note=problem)
-        else:
-            record(report, name, "transformers", batch, sizes, partial(theirs, peer, ids[:batch], sizes))
+    record(report, name, "transformers", sizes, lambda: Theirs(their_model(shape, sizes), ids, sizes))
 
 
-def record(report: Report, name: str, cache: str, batch: int, sizes: Sizes, make: Callable[[], Measured]) -> None:
+def record(report: Report, name: str, cache: str, sizes: Sizes, make: Callable[[], Ours | Theirs]) -> None:
     """Record what was measured, or why it was not."""
-    at = {"cache": cache, "batch": batch, "context": sizes.context}
-    found, problem = attempted(make)
-    if found is None:
-        report.add(name, "decoding", at, None, note=problem)
+    at = {"cache": cache, "context": sizes.context}
+    made, problem = attempted(make)
+    if made is None:
+        report.add(name, "prefill", at, None, note=problem)
         return
-    report.add(name, "decoding", at, batch / found.step, " tokens/s", ms={"step": 1e3 * found.step}, note=found.note)
-    report.add(name, "prefill", at, batch * sizes.context / found.prefill, " tokens/s")
-    report.add(name, "cache on the device", at, found.cache / 1e6, " MB")
-    report.add(name, "cache in host memory", at, found.host / 1e6, " MB")
-    if found.peak is not None:
-        report.add(name, "peak memory beside the weights", at, found.peak / 1e6, " MB")
+    report.add(name, "prefill", at, sizes.context / made.prefill, " tokens/s")
+    for batch in sizes.batches:
+        at = {"cache": cache, "batch": batch, "context": sizes.context}
+        found, problem = attempted(partial(made.decode, batch))
+        if found is None:
+            report.add(name, "decoding", at, None, note=problem)
+            continue
+        times = {"step": 1e3 * found.step}
+        report.add(name, "decoding", at, batch / found.step, " tokens/s", ms=times, note=found.note)
+        report.add(name, "cache on the device", at, found.cache / 1e6, " MB")
+        report.add(name, "cache in host memory", at, found.host / 1e6, " MB")
+        if found.peak is not None:
+            report.add(name, "peak memory beside the weights", at, found.peak / 1e6, " MB")
 
 
 def main() -> int:

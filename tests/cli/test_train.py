@@ -93,7 +93,8 @@ def test_tensorboards_files(data: str, tmp_path: Path) -> None:
     assert main(["train", "tiny", "--data", data, "--out", str(out), *TINY, "--train.steps", "2", "--tensorboard"]) == 0
     events = EventAccumulator(str(out / "tensorboard"))
     events.Reload()
-    assert {"train/loss", "train/rate", "train/norm", "validation/16", "validation/32"} <= set(events.Tags()["scalars"])
+    expected = {"train/loss", "train/lr", "train/grad_norm", "validation/16", "validation/32"}
+    assert expected <= set(events.Tags()["scalars"])
     losses = {record["step"]: record["loss"] for record in records(out) if record["kind"] == "step"}
     seen = {event.step: event.value for event in events.Scalars("train/loss")}
     assert seen == pytest.approx(losses, rel=1e-6)

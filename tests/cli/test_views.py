@@ -49,7 +49,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_the_first_and_last_words() -> None:
     assert introduction(start()) == (
         "training: 1.2M parameters, xpos, at 128 tokens, on cpu, into runs/x\n"
-        "2,000 steps of 1,024 tokens: 2 times the 1,000,000 tokens there are"
+        "2,000 steps of 1,024 tokens: 2 epochs of 1,000,000 tokens"
     )
     assert introduction(start(first=1500, processes=4)).startswith("going on after step 1,500: 1.2M parameters")
     assert "on 4 processes (cpu), into" in introduction(start(processes=4))

@@ -84,7 +84,7 @@ def introduction(start: Start) -> str:
         f"{begin}: {start.parameters / 1e6:,.1f}M parameters, {model.positions}, at {model.train_length:,} tokens, "
         f"on {where}, into {start.out}\n"
         f"{train.steps:,} steps of {train.batch * model.train_length:,} tokens: "
-        f"{start.epochs:,.2g} times the {start.train_tokens:,} tokens there are"
+        f"{start.epochs:,.2g} epochs of {start.train_tokens:,} tokens"
     )
 
 
