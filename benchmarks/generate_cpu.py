@@ -40,7 +40,7 @@ import torch
 from records import Report, parsed, parser_of, software
 
 from lengthen.evaluation import open_run
-from lengthen.model.generation import read
+from lengthen.model.stepping import read
 
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"cache": "full"},

@@ -50,18 +50,45 @@ class Buffer:
         """Bytes of storage, unused room included."""
         return sum(x.numel() * x.element_size() for x in (self._k, self._v) if x is not None)
 
+    @property
+    def storage(self) -> tuple[Tensor, Tensor]:
+        """Keys and values with all the room that there is; what is not kept is finite."""
+        assert self._k is not None
+        assert self._v is not None
+        return self._k, self._v
+
+    @property
+    def place(self) -> int:
+        """Where in storage the next slot goes."""
+        return self._at + len(self)
+
     def append(self, k: Tensor, v: Tensor) -> None:
         """Add the keys and values of the next slots, `[batch, key_heads, new, width]`."""
-        new, kept = k.shape[2], len(self)
+        new = k.shape[2]
         if self._k is None or self._v is None:
             size = max(LEAST, new, self.room or 0)
-            self._k, self._v = (x.new_empty(*x.shape[:2], size, x.shape[3]) for x in (k, v))
-        if self._at + kept + new > self._k.shape[2]:
-            self._move(2 * (kept + new) if 2 * (kept + new) > self._k.shape[2] else self._k.shape[2])
-        stop = self._at + kept
-        self._k[:, :, stop : stop + new] = k
-        self._v[:, :, stop : stop + new] = v
+            self._k, self._v = (x.new_zeros(*x.shape[:2], size, x.shape[3]) for x in (k, v))
+        self.reserve(new)
+        at = slice(self.place, self.place + new)
+        self._k[:, :, at] = k
+        self._v[:, :, at] = v
         self.end += new
+
+    def reserve(self, new: int) -> None:
+        """Make room for so many slots."""
+        assert self._k is not None
+        needed = len(self) + new
+        if self.place + new > self._k.shape[2]:
+            self._move(2 * needed if 2 * needed > self._k.shape[2] else self._k.shape[2])
+
+    def advance(self) -> None:
+        """Count a slot that was written at its place in storage; centre the ball anew when `ball` would."""
+        self.end += 1
+        self._fresh -= 1
+        if self._ball is not None and self._fresh <= 0:
+            fresh, self._fresh = Ball.around(self.k), len(self)
+            self._ball.centre.copy_(fresh.centre)
+            self._ball.radius.copy_(fresh.radius)
 
     def drop(self, before: int) -> None:
         """Forget the slots before this one; give memory back where three quarters of it are not needed."""
@@ -81,7 +108,7 @@ class Buffer:
             old: Tensor = getattr(self, name)
             live = old[:, :, self._at : self._at + kept]
             if size != old.shape[2]:
-                setattr(self, name, old.new_empty(*old.shape[:2], size, old.shape[3]))
+                setattr(self, name, old.new_zeros(*old.shape[:2], size, old.shape[3]))
             elif kept > self._at:  # the two would overlap
                 live = live.clone()
             getattr(self, name)[:, :, :kept] = live
@@ -98,6 +125,12 @@ class Buffer:
         else:
             self._ball = self._ball.replaced(new)
         return replace(self._ball, keys=len(self))
+
+    def grown(self, new: Tensor) -> Ball | None:
+        """Return the ball, if there is one, grown in place to hold these keys too."""
+        if self._ball is not None:
+            self._ball.radius.copy_(self._ball.replaced(new).radius)
+        return self._ball
 
     def rows(self, index: Tensor) -> Buffer:
         """Return a buffer of these sequences, in memory of its own."""

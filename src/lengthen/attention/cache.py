@@ -80,6 +80,10 @@ class Layer:
         both.buffer, both.bound = self.buffer.joined(other.buffer, lowered), max(self.bound, other.bound)
         return both
 
+    def advance(self) -> None:
+        """Count a slot that was written without `attend`."""
+        self.buffer.advance()
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, decay: Decay | None, mask: Mask, forget: int = 0
     ) -> Tensor:

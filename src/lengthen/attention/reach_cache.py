@@ -9,10 +9,13 @@ most
 
 of what was read. What happens to the page itself is the mode:
 
-    exact       it goes to host memory. Where the pages that are not read could weigh more than half of the tolerance
-                together, the heaviest are fetched, read and merged. The op may leave the other half unread.
+    exact       it goes to host memory. Where the pages that are not read could weigh more than the tolerance together,
+                the heaviest are fetched, read and merged.
     certified   it is gone. The sum of what the pages could weigh is this row's bound, and the largest of all rows is
                 what the cache reports. Balls of old pages are merged, so that their number grows like log(length).
+
+Bounds and reaches are not needed to compute an output, so queries are logged with their ℓ, and a page of them is looked
+at together. What is kept is read whole.
 
 Where no |scale·q·k| can be above U, as in a model with qk_norm, ℓ ≥ −U and s ≤ U before anything is read. A head with
 slope m that keeps D = (2U − log τ − log(1 − e^−m)) / m keys then has a bound of τ, promised in advance.
@@ -63,21 +66,57 @@ class Page:
         return Page(self.base, later.end, Ball(centre, torch.maximum(*far) * slack, a.keys + b.keys))
 
 
+class Log:
+    """The last queries of a group, their log-sum-exps, and the first slot that each sees."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.count = size, 0
+        self.q, self.lse, self.first = (torch.empty(0) for _ in range(3))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(x.numel() * x.element_size() for x in (self.q, self.lse, self.first))
+
+    def reserve(self, q: Tensor) -> None:
+        """Make room for a page of queries like these, whatever their number."""
+        batch, heads, _, width = q.shape
+        if self.q.shape != (batch, heads, self.size, width):
+            self.q = q.new_zeros(batch, heads, self.size, width)
+            self.lse = q.new_zeros(batch, heads, self.size, dtype=torch.promote_types(q.dtype, torch.float32))
+            self.first = torch.zeros(batch, self.size, dtype=torch.int64, device=q.device)
+
+    def add(self, q: Tensor, lse: Tensor, first: Tensor) -> None:
+        """Add queries, no more than there is room for."""
+        self.reserve(q)
+        at = slice(self.count, self.count + q.shape[2])
+        self.q[:, :, at], self.lse[:, :, at], self.first[:, at] = q, lse, first
+        self.count += q.shape[2]
+
+    def take(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what was added, and begin anew."""
+        count, self.count = self.count, 0
+        return self.q[:, :, :count], self.lse[:, :, :count], self.first[:, :count]
+
+
 class Group:
     """Heads that keep alike many keys, and are read in one call."""
 
-    def __init__(self, q_heads: Tensor, k_heads: Tensor, keep: int | None, promised: bool) -> None:
+    def __init__(self, q_heads: Tensor, k_heads: Tensor, keep: int | None, promised: bool, page: int) -> None:
         self.q_heads, self.k_heads, self.keep, self.promised = q_heads, k_heads, keep, promised
-        self.buffer = Buffer()
+        self.buffer, self.log = Buffer(), Log(page)
+        self.bias: Bias | None = None  # of these heads, at the last call
+        self.centred = True  # whether a ball may have any centre: not with a decay
         self.pages: list[Page] = []
         self.need = torch.zeros((), dtype=torch.float64, device=q_heads.device)  # the farthest reach so far
         self.before, self.due = 0.0, 0  # in exact mode, the farthest reach of the page before; when to look again
         self._stacked: tuple[Tensor, Tensor, Tensor] | None = None
 
     def rows(self, index: Tensor) -> Group:
-        """Return the group with these sequences."""
-        other = Group(self.q_heads, self.k_heads, self.keep, self.promised)
+        """Return the group with these sequences, of which nothing is logged."""
+        other = Group(self.q_heads, self.k_heads, self.keep, self.promised, self.log.size)
         other.buffer, other.need = self.buffer.rows(index), self.need
+        other.bias, other.centred = self.bias, self.centred
         other.before, other.due = self.before, self.due
         other.pages = [page.rows(index) for page in self.pages]
         return other
@@ -86,15 +125,20 @@ class Group:
     def nbytes(self) -> int:
         """Bytes on the device."""
         balls = sum(x.numel() * x.element_size() for p in self.pages for x in (p.ball.centre, p.ball.radius))
-        return self.buffer.nbytes + balls
+        return self.buffer.nbytes + self.log.nbytes + balls
 
     @property
     def host_nbytes(self) -> int:
         """Bytes in host memory."""
         return sum(x.numel() * x.element_size() for p in self.pages if p.kv is not None for x in p.kv)
 
-    def weights(self, q: Tensor, scale: float, lse: Tensor, bias: Bias, first: Tensor) -> Tensor:
-        """Return the logarithm of what each page could weigh beside what was read, `[batch, heads, queries, pages]`."""
+    def weights(self, q: Tensor, lse: Tensor, first: Tensor) -> Tensor:
+        """Return the logarithm of what each page could weigh beside what was read, `[batch, heads, queries, pages]`.
+
+        The queries are those of the last slots.
+        """
+        assert self.bias is not None
+        scale, bias = 1 / math.sqrt(q.shape[3]), self.bias
         if self._stacked is None:
             balls = [page.ball for page in self.pages]
             ends = torch.tensor([page.end for page in self.pages], device=q.device)
@@ -113,9 +157,9 @@ class Group:
         blind = (first.unsqueeze(-1) >= ends).unsqueeze(1) | (lse == -torch.inf).unsqueeze(-1)
         return weight.masked_fill(blind, -torch.inf)
 
-    def give_up(self, page: int, forget: int, exact: bool, centred: bool) -> None:
+    def give_up(self, forget: int, exact: bool) -> None:
         """Give up pages that are beyond what the group keeps; forget what nobody looks at again."""
-        buffer = self.buffer
+        buffer, page = self.buffer, self.log.size
         if self.keep is not None and not self.promised and buffer.end >= self.due:
             need = float(self.need)  # read once per page: the CPU waits for it
             self.keep, self.due = kept_for(max(need, self.before), page), buffer.end + page
@@ -126,7 +170,7 @@ class Group:
             if end > forget:
                 k, v = buffer.k[:, :, :page], buffer.v[:, :, :page]
                 there = (_to_host(k), _to_host(v)) if exact else None
-                self.pages.append(Page(buffer.base, end, Ball.around(k, centred), there))
+                self.pages.append(Page(buffer.base, end, Ball.around(k, self.centred), there))
                 if not exact:
                     self._merge()
             buffer.drop(end)
@@ -155,9 +199,9 @@ class ReachLayer:
 
     @property
     def bound(self) -> float:
-        """What fraction of its softmax mass no row has left unread more of, the op's own tolerance included."""
-        left = 0.0 if self.unread is None else float(self.unread.exp())
-        return left + (self.tolerance or 0.0) / 2
+        """What fraction of its softmax mass no row has left unread more of."""
+        self.settle()
+        return 0.0 if self.unread is None else float(self.unread.exp())
 
     @property
     def nbytes(self) -> int:
@@ -176,6 +220,7 @@ class ReachLayer:
 
     def rows(self, index: Tensor) -> ReachLayer:
         """Return the layer of these sequences, in memory of its own."""
+        self.settle()
         other = ReachLayer(self.exact, self.tolerance, self.highest, self.page)
         other.groups = [group.rows(index) for group in self.groups]
         other.length, other.unread = self.length, self.unread
@@ -198,11 +243,11 @@ class ReachLayer:
         first, last = mask.interval(q.shape[2], self.length, self.length - q.shape[2], q.device)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         for group in self.groups:
-            own = q[:, group.q_heads]
+            group.bias, own = _of_heads(bias, decay, group)
+            group.centred = decay is None
             out[:, group.q_heads] = self._attend(
-                group, own, k[:, group.k_heads], v[:, group.k_heads], *_of_heads(bias, decay, group), mask, first, last
+                group, q[:, group.q_heads], k[:, group.k_heads], v[:, group.k_heads], own, mask, first, last, forget
             )
-            group.give_up(self.page, forget, self.exact, decay is None)
         return out
 
     def _attend(
@@ -211,51 +256,99 @@ class ReachLayer:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        bias: Bias,
         decay: Decay | None,
         mask: Mask,
         first: Tensor,
         last: Tensor,
+        forget: int,
     ) -> Tensor:
-        assert self.tolerance is not None
-        buffer, scale = group.buffer, 1 / math.sqrt(q.shape[3])
+        buffer, log = group.buffer, group.log
+        fits = log.count + q.shape[2] <= log.size
+        if not fits:
+            self._settle_log(group)
         buffer.append(k, v)
-        ball = buffer.ball(k, centred=decay is None)
-        near = attention(
-            *(q, buffer.k, buffer.v, bias, decay),
-            mask=seen_from(mask, q.shape[2], buffer.base, buffer.end, q.device),
-            tolerance=self.tolerance / 2,
-            return_lse=True,
-            ball=ball if decay is None else None,  # with a decay the op measures its own
-        )
-        lse, limit = near[1], math.log(self.tolerance / 2) if self.tolerance else -math.inf
-        if group.pages:
-            weight = group.weights(q, scale, lse, bias, first)
-            if self.exact:
-                heaviest = weight.amax(dim=(0, 1, 2))
-                order = heaviest.argsort()
-                left = heaviest[order].logcumsumexp(0)
-                needed = (~(left <= limit)).tolist()  # the lightest stay unread, as many as the tolerance allows
-                chosen = sorted(at for at, fetch in zip(order.tolist(), needed, strict=True) if fetch)
-                near = reduce(merge, self._fetch(group, chosen, q, bias, decay, first, last), near)
-                if chosen:
-                    weight = weight.index_fill(3, torch.tensor(chosen, device=q.device), -torch.inf)
-            most = weight.logsumexp(dim=3).amax()
-            self.unread = most if self.unread is None else torch.maximum(self.unread, most)
+        seen = seen_from(mask, q.shape[2], buffer.base, buffer.end, q.device)
+        near = attention(q, buffer.k, buffer.v, group.bias, decay, mask=seen, tolerance=0, return_lse=True)
+        lse = near[1]
+        if self.exact and group.pages:
+            near = self._with_pages(group, near, q, decay, first, last)
+        if fits:
+            log.add(q, lse, first)
+        else:
+            self._settle(group, q, lse, first)
+        if not fits or log.count == log.size:
+            self._settle_log(group)
+            group.give_up(forget, self.exact)
+        return near[0]
+
+    def _with_pages(
+        self, group: Group, near: Partial, q: Tensor, decay: Decay | None, first: Tensor, last: Tensor
+    ) -> Partial:
+        """Return the attention over what is kept and the pages that the tolerance asks for: the heaviest."""
+        weight = group.weights(q, near[1], first)
+        heaviest = weight.amax(dim=(0, 1, 2))
+        order = heaviest.argsort()
+        left = heaviest[order].logcumsumexp(0)
+        needed = (~(left <= self.limit)).tolist()  # the lightest stay unread, as many as the tolerance allows
+        chosen = sorted(at for at, fetch in zip(order.tolist(), needed, strict=True) if fetch)
+        if chosen:
+            weight = weight.index_fill(3, torch.tensor(chosen, device=q.device), -torch.inf)
+        self._left(weight)
+        return reduce(merge, self._fetch(group, chosen, q, decay, first, last), near)
+
+    def _left(self, weight: Tensor) -> None:
+        """Take note of what was left unread, by query and page."""
+        most = weight.logsumexp(dim=3).amax()
+        self.unread = most if self.unread is None else torch.maximum(self.unread, most)
+
+    def reserve(self) -> None:
+        """Make room to log a page of queries."""
+        for group in self.groups:
+            keys = group.buffer.k
+            group.log.reserve(keys.new_empty(keys.shape[0], len(group.q_heads), 0, keys.shape[3]))
+
+    def advance(self) -> None:
+        """Count a slot that was written and logged without `attend`; with a page of them, look at the queries."""
+        self.length += 1
+        for group in self.groups:
+            group.buffer.advance()
+            group.log.count += 1
+            if group.log.count == group.log.size:
+                self._settle_log(group)
+                group.give_up(0, self.exact)
+
+    @property
+    def limit(self) -> float:
+        """The logarithm of the tolerance."""
+        return math.log(self.tolerance) if self.tolerance else -math.inf
+
+    def settle(self) -> None:
+        """Look at all queries that are logged."""
+        for group in self.groups:
+            self._settle_log(group)
+
+    def _settle_log(self, group: Group) -> None:
+        if group.log.count:
+            self._settle(group, *group.log.take())
+
+    def _settle(self, group: Group, q: Tensor, lse: Tensor, first: Tensor) -> None:
+        """Bound what the last queries left unread, and measure how far they reach."""
+        assert group.bias is not None
+        if group.pages and not self.exact:
+            self._left(group.weights(q, lse, first))
         if group.keep is not None and not group.promised:
-            if self.exact:  # what lies farther back can be fetched: a few keys of a large norm keep no others here
-                ball = Ball.around(buffer.k[:, :, -self.page :], centred=decay is None)
-            far = bias.reach(lse + limit - ball.highest_score(q, scale), self.length - 1)
+            # In exact mode what lies farther back can be fetched: a few keys of a large norm keep no others here.
+            k = group.buffer.k[:, :, -group.log.size :] if self.exact else group.buffer.k
+            highest = Ball.around(k, group.centred).highest_score(q, 1 / math.sqrt(q.shape[3]))
+            far = group.bias.reach(lse + self.limit - highest, self.length - 1)
             far = far.double().nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(lse == -torch.inf, 0)
             group.need = torch.maximum(group.need, far.amax())
-        return near[0]
 
     def _fetch(
         self,
         group: Group,
         chosen: list[int],
         q: Tensor,
-        bias: Bias,
         decay: Decay | None,
         first: Tensor,
         last: Tensor,
@@ -275,7 +368,7 @@ class ReachLayer:
             base, end = run[0].base, run[-1].end
             parts.append(
                 attention(
-                    *(q, k, v, bias, decay),
+                    *(q, k, v, group.bias, decay),
                     mask=listed(first, last, base, end),
                     q_start=self.length - q.shape[2] - base,
                     tolerance=0,
@@ -288,7 +381,7 @@ class ReachLayer:
         """Return heads in groups that usually reach alike, or that are promised to."""
         assert self.tolerance is not None
         promised = self.highest is not None and isinstance(bias, Linear) and self.tolerance > 0
-        limit = math.log(self.tolerance / 2) if self.tolerance else -math.inf
+        limit = self.limit
         limit -= 2 * self.highest if promised and self.highest is not None else USUAL
         # For a table: up to a distance that it has, or about where its tail would be felt.
         farthest = 0 if isinstance(bias, Linear) else max(bias.values.shape[1] - 1, 1 << 12)
@@ -304,7 +397,7 @@ class ReachLayer:
             q_heads = (k_heads.unsqueeze(1) * each + torch.arange(each, device=device)).flatten()
             # What is not promised is measured; a head that usually reaches everything may turn out not to.
             least = keep if promised or self.tolerance == 0 else self.page
-            groups.append(Group(q_heads, k_heads, least, promised))
+            groups.append(Group(q_heads, k_heads, least, promised, self.page))
         return groups
 
 

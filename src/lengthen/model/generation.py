@@ -14,18 +14,17 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lengthen.attention.cache import Cache
 from lengthen.checks import describe, whole_number
 from lengthen.model.memory import refuse_long
 from lengthen.model.sampling import Sampling
+from lengthen.model.stepping import CHUNK, Stepper, read
 
 if TYPE_CHECKING:
     from lengthen.model.transformer import Transformer
 
-CHUNK = 512  # tokens of a prompt that are read at once
 DEFAULT = {"policy": "full", "mode": "exact"}  # of a cache
 
 Prompts = Tensor | Sequence[Tensor | Sequence[int]]
@@ -135,7 +134,7 @@ class _Run:
         every = torch.arange(len(self.prompts)).repeat_interleave(self.samples)
         if self.samples > 1:
             cache, logits = cache.rows(every), logits[every.to(logits.device)]
-        seen = self._seen(prefix, logits)
+        seen, stepper = self._seen(prefix, logits), Stepper(self.model, cache)
         while True:
             chosen = self.sampling.choose(logits, seen, [self.generators[one] for one in self.live])
             step = self._step(chosen.tolist(), cache)
@@ -145,11 +144,12 @@ class _Run:
                 return
             if len(rows) < len(self.live):
                 cache, chosen = cache.rows(rows), chosen[rows]
+                stepper = Stepper(self.model, cache)
                 seen = None if seen is None else seen[rows]
                 self.live = [self.live[row] for row in rows]
             if seen is not None:
                 seen.scatter_(1, chosen.unsqueeze(1), True)
-            logits = read(self.model, chosen.unsqueeze(1), cache)
+            logits = stepper(chosen)
 
     def _read(self, prefix: Prefix | None, chunk: int, options: dict[str, Any]) -> tuple[Cache, Tensor]:
         """Return a cache of all prompts, and the logits of what follows each."""
@@ -211,14 +211,6 @@ def read_prefix(model: Transformer, ids: Tensor | Sequence[int], chunk: int = CH
     cache = model.cache(**cache_options)
     row = torch.tensor([tokens], device=model.embedding.weight.device)
     return Prefix(tokens, cache, read(model, row, cache, chunk))
-
-
-def read(model: Transformer, ids: Tensor, cache: Cache, chunk: int = CHUNK) -> Tensor:
-    """Read new tokens `[batch, new]` into a cache; return the logits of what follows them, float32 at least."""
-    for i in range(0, ids.shape[1], chunk):
-        hidden = model.extend(ids[:, i : i + chunk], cache)
-    logits = F.linear(hidden[:, -1], model.output_weight)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def checked_prompts(model: Transformer, prompts: Prompts, prefix: Prefix | None = None) -> list[list[int]]:

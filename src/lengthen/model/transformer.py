@@ -23,14 +23,16 @@ from torch.utils.checkpoint import checkpoint
 
 from lengthen.attention import Bidirectional, Causal, Mask, Window, attention
 from lengthen.attention.biases import Bias, Decay
-from lengthen.attention.cache import Cache, CachedLayer
+from lengthen.attention.cache import Cache
 from lengthen.attention.checks import can_look
+from lengthen.attention.static import AnyLayer, StaticCache
 from lengthen.checks import describe
 from lengthen.config import GATED, ModelConfig
 from lengthen.model import generation
 from lengthen.model.generation import Prompts
 from lengthen.model.loss import IGNORED, linear_cross_entropy
 from lengthen.model.sampling import Sampling
+from lengthen.model.stepping import CHUNK
 from lengthen.positions.method import Placed
 
 INIT_SIZE = 0.5  # of what a matrix makes of features of size 1: its entries have a deviation of INIT_SIZE / √width
@@ -62,9 +64,7 @@ class Attention(nn.Module):
         self.op = AttentionOp()
         self.out = nn.Linear(self.heads * self.head_dim, config.width, bias=config.has_bias("out"))
 
-    def forward(
-        self, x: Tensor, placed: Placed, mask: Mask, layer: CachedLayer | None = None, forget: int = 0
-    ) -> Tensor:
+    def forward(self, x: Tensor, placed: Placed, mask: Mask, layer: AnyLayer | None = None, forget: int = 0) -> Tensor:
         """Return what each token of x `[batch, length, width]` reads from those it sees, a cache's among them."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         if self.clip is not None:
@@ -139,9 +139,7 @@ class Block(nn.Module):
         self.attention, self.feed_forward = Attention(config), FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(
-        self, x: Tensor, placed: Placed, mask: Mask, layer: CachedLayer | None = None, forget: int = 0
-    ) -> Tensor:
+    def forward(self, x: Tensor, placed: Placed, mask: Mask, layer: AnyLayer | None = None, forget: int = 0) -> Tensor:
         """Return x `[batch, length, width]` with this block's part added."""
         first, second = self.attention_norm, self.feed_forward_norm or self.attention_norm
         if self.form == "post":
@@ -249,7 +247,7 @@ class Transformer(nn.Module):
         return self._finish(x)
 
     @torch.no_grad()
-    def extend(self, ids: Tensor, cache: Cache) -> Tensor:
+    def extend(self, ids: Tensor, cache: Cache | StaticCache) -> Tensor:
         """Return the last block's output, normalised, for new tokens `[batch, new]` after those of a cache.
 
         The cache takes their keys and values, and says what they see: `model.cache(…)` makes one. Without gradients.
@@ -287,7 +285,7 @@ class Transformer(nn.Module):
         seed: int | Sequence[int] = 0,
         samples: int = 1,
         prefix: generation.Prefix | None = None,
-        chunk: int = generation.CHUNK,
+        chunk: int = CHUNK,
         cache: str = "full",
         mode: str = "exact",
         mask: Mask | None = None,
@@ -334,7 +332,7 @@ class Transformer(nn.Module):
             len(prompts) * options.get("samples", 1), self.stream(prompts, max_new_tokens, **options)
         )
 
-    def prefix(self, ids: Tensor | Sequence[int], chunk: int = generation.CHUNK, **options: Any) -> generation.Prefix:
+    def prefix(self, ids: Tensor | Sequence[int], chunk: int = CHUNK, **options: Any) -> generation.Prefix:
         """Return tokens read once, for `stream` and `generate` to continue; options as for `cache`."""
         return generation.read_prefix(self, ids, chunk, **options)
 

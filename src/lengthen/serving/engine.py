@@ -24,8 +24,9 @@ from torch import Tensor
 
 from lengthen.checks import whole_number
 from lengthen.model import Transformer
-from lengthen.model.generation import CHUNK, generator, read
+from lengthen.model.generation import generator
 from lengthen.model.sampling import Sampling
+from lengthen.model.stepping import CHUNK, read
 
 WASTE = 2  # batches are joined if padding makes them at most so many times as large
 NEWS = 0.1  # seconds between two looks at the size of the caches
