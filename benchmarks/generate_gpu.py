@@ -6,7 +6,7 @@
 
 Two shapes of ALiBi models with random weights in bfloat16: the preset `small` with a vocabulary of 50,368, and MPT-1B
 (24 layers × 2048, 16 heads). Each is built here and in transformers, which is given the same tokens. The context,
-100,000 random tokens, is read in chunks of 512 (prefill), once for each cache. Then tokens are decoded greedily, one of
+100,000 random tokens, is read in chunks of 2,048 (prefill), once for each cache. Then tokens are decoded greedily, one of
 each sequence per step; a batch is that context several times, its cache copied. A number is the median over the steps
 after the first few. Our caches: `full`, and both modes of `reach` at the tolerance that is recorded. Peak memory is
 what torch had allocated at the most while decoding, beside the weights. What does not fit into memory leaves a record
@@ -37,7 +37,7 @@ from records import Report, attempted, parsed, parser_of, software
 from torch import Tensor
 
 from lengthen import ModelConfig, Transformer
-from lengthen.model.generation import read
+from lengthen.model.stepping import Stepper, read
 
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {"layers": 12, "width": 768, "heads": 12},
@@ -52,9 +52,9 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 CONTEXT, QUICK_CONTEXT = 100_000, 600
 BATCHES, QUICK_BATCHES = (1, 8), (1, 2)
-STEPS, QUICK_STEPS = 64, 6  # tokens that are decoded
-SKIPPED = 3  # steps that are not counted: they compile kernels
-CHUNK, QUICK_CHUNK = 512, 64
+STEPS, QUICK_STEPS = 128, 12  # tokens that are decoded
+SKIPPED = 8  # steps that are not counted: they compile kernels and capture graphs
+CHUNK, QUICK_CHUNK = 2048, 64
 TOLERANCE, SEED = 1e-3, 0
 
 
@@ -68,6 +68,7 @@ class Sizes:
     batches: tuple[int, ...]
     steps: int
     chunk: int
+    caches: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ class Ours:
         """Decode this many copies of the context."""
         clock = Clock(self.sizes.device)
         cache = self.cache.rows([0] * batch)
-        step = decoded(clock, self.sizes, self.logits.expand(batch, -1), lambda new: read(self.model, new, cache))
+        stepper = Stepper(self.model, cache)
+        step = decoded(clock, self.sizes, self.logits.expand(batch, -1), lambda new: stepper(new.squeeze(1)))
         return Measured(step, cache.nbytes, cache.host_nbytes, clock.peak(), f"bound {cache.bound:.2g}")
 
 
@@ -193,8 +195,8 @@ def section(report: Report, name: str, shape: dict[str, Any], sizes: Sizes) -> N
     ids = torch.randint(sizes.vocabulary, (1, sizes.context), generator=tokens).to(sizes.device)
     torch.manual_seed(SEED)
     mine = our_model(shape, sizes)
-    for cache, options in CACHES.items():
-        record(report, name, cache, sizes, partial(Ours, mine, ids, sizes, options))
+    for cache in sizes.caches:
+        record(report, name, cache, sizes, partial(Ours, mine, ids, sizes, CACHES[cache]))
     del mine
     record(report, name, "transformers", sizes, lambda: Theirs(their_model(shape, sizes), ids, sizes))
 
@@ -225,7 +227,11 @@ def main() -> int:
     parser = parser_of(__doc__, tuple(SHAPES))
     parser.add_argument("--device", default="cuda", help="cuda or cpu (cuda)")
     parser.add_argument("--context", type=int, help=f"tokens that are read first ({CONTEXT})")
+    parser.add_argument("--caches", default=",".join(CACHES), help="which of ours, with commas (all)")
     options = parsed(parser, "generate_gpu", tuple(SHAPES))
+    caches = tuple(options.caches.split(","))
+    if unknown := [cache for cache in caches if cache not in CACHES]:
+        parser.error(f"--caches: expected some of {', '.join(CACHES)}, got {', '.join(unknown)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("this needs a CUDA device, and torch sees none; --device cpu --quick tries the script")
     device, quick = torch.device(options.device), options.quick
@@ -236,6 +242,7 @@ def main() -> int:
         batches=QUICK_BATCHES if quick else BATCHES,
         steps=QUICK_STEPS if quick else STEPS,
         chunk=QUICK_CHUNK if quick else CHUNK,
+        caches=caches,
     )
     facts = {**software(), "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
     facts |= {"tolerance": TOLERANCE, "seed": SEED, "dtype": "bfloat16", "chunk": sizes.chunk}

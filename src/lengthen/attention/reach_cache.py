@@ -50,6 +50,11 @@ class Page:
     ball: Ball
     kv: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def size(self) -> int:
+        """How many keys it is of."""
+        return self.end - self.base
+
     def rows(self, index: Tensor) -> Page:
         """Return the page of these sequences."""
         ball = Ball(self.ball.centre[index], self.ball.radius[index], self.ball.keys)
@@ -165,27 +170,25 @@ class Group:
             self.keep, self.due = kept_for(max(need, self.before), page), buffer.end + page
             if exact:  # a far query is past soon; certified, one like it may come again
                 self.before, self.need = need, torch.zeros_like(self.need)
-        while self.keep is not None and len(buffer) >= self.keep + page:
-            self._stacked, end = None, buffer.base + page
-            if end > forget:
-                k, v = buffer.k[:, :, :page], buffer.v[:, :, :page]
-                there = (_to_host(k), _to_host(v)) if exact else None
-                self.pages.append(Page(buffer.base, end, Ball.around(k, self.centred), there))
-                if not exact:
-                    self._merge()
-            buffer.drop(end)
+        full = (len(buffer) - self.keep) // page if self.keep is not None else 0
+        if full > 0:
+            self._stacked, keys = None, full * page
+            k, v = buffer.k[:, :, :keys], buffer.v[:, :, :keys]
+            if exact:
+                self.pages += in_pages(buffer.base, k, v, page, self.centred)
+            else:
+                self.pages.append(Page(buffer.base, buffer.base + keys, Ball.around(k, self.centred)))
+                self._merge()
+            buffer.drop(buffer.base + keys)
         buffer.drop(forget)
         if self.pages and self.pages[0].end <= forget:
             self.pages, self._stacked = [one for one in self.pages if one.end > forget], None
 
     def _merge(self) -> None:
-        """Leave at most two pages of each size, older ones larger: their number grows like log(length)."""
-        sizes = [one.end - one.base for one in self.pages]
-        at = len(sizes) - 3
-        while at >= 0 and sizes[at] <= sizes[at + 2]:
-            self.pages[at : at + 2] = [self.pages[at].joined(self.pages[at + 1])]
-            sizes[at : at + 2] = [sizes[at] + sizes[at + 1]]
-            at -= 2
+        """Make each page at least twice as large as the second one after it: their number grows like log(length)."""
+        for at in range(len(self.pages) - 3, -1, -1):
+            if self.pages[at].size < 2 * self.pages[at + 2].size:
+                self.pages[at : at + 2] = [self.pages[at].joined(self.pages[at + 1])]
 
 
 class ReachLayer:
@@ -414,6 +417,18 @@ def _of_heads(bias: Bias, decay: Decay | None, group: Group) -> tuple[Bias, Deca
     if isinstance(bias, Linear):
         return Linear(bias.slopes[index]), decay
     return replace(bias, values=bias.values[index], ahead=None), decay
+
+
+def in_pages(base: int, k: Tensor, v: Tensor, page: int, centred: bool) -> list[Page]:
+    """Return keys and values `[batch, key_heads, keys, width]` of the slots from `base` as pages in host memory."""
+    batch, heads, _, width = k.shape
+    ball = Ball.around(k.reshape(batch, -1, page, width), centred)  # of all pages at once
+    centres, radii = ball.centre.view(batch, heads, -1, width), ball.radius.view(batch, heads, -1)
+    parts = zip(*(torch.split(_to_host(x), page, dim=2) for x in (k, v)), strict=True)
+    return [
+        Page(base + i * page, base + (i + 1) * page, Ball(centres[:, :, i], radii[:, :, i], page), kv)
+        for i, kv in enumerate(parts)
+    ]
 
 
 def _to_host(x: Tensor) -> Tensor:
