@@ -85,6 +85,8 @@ def trained(method: str, corpus: Corpus, folder: Path, arguments: argparse.Names
     began, pace = time.monotonic(), Pace(method, arguments.steps)
     with world(arguments.device) as here:
         outcome = train(config, corpus, folder, here, watchers=[pace])
+    if outcome.step < config.train.steps:  # by a signal: what it would be compared with took all steps
+        raise SystemExit(f"{method}: stopped at step {outcome.step} of {config.train.steps}; it is not recorded")
     tokens = outcome.step * config.train.batch * config.model.train_length
     found = {"method": method, "seconds": time.monotonic() - began, "tokens": tokens, "loss": outcome.loss}
     return found | {"initial_loss": pace.initial, "steps": arguments.steps, "set": arguments.set}

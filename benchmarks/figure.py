@@ -17,7 +17,7 @@ import altair as alt
 
 ROOT = Path(__file__).parents[1]
 SPEED = ROOT / "benchmarks" / "results" / "attention_gpu-2026-11-16.json"
-PERPLEXITY = ROOT / "benchmarks" / "results" / "extrapolation_gpu-2026-11-15.json"
+PERPLEXITY = ROOT / "benchmarks" / "results" / "extrapolation_gpu-2026-11-18.json"
 CALLS = {"lengthen": "lengthen, ALiBi", "flex": "FlexAttention, ALiBi", "cudnn": "cuDNN, no bias"}
 METHODS = {"alibi": "ALiBi", "xpos": "xPos", "rotary": "rotary", "sinusoidal": "sinusoidal"}
 POWER = "datum.value < 1024 ? datum.value : datum.value / 1024 + 'k'"  # how a length is written
