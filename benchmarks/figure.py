@@ -3,7 +3,8 @@
     python benchmarks/figure.py                 # writes docs/figures/overview.svg
 
 Left, attention_gpu: tokens per second of one attention call, forward, 16 heads × 64 in bfloat16. Right,
-extrapolation_gpu: perplexity of models trained at 512 tokens, read at longer lengths under plain causal attention.
+the runs of replication_gpu with one seed: perplexity of models trained at 512 tokens, read at longer lengths under plain
+causal attention.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One sequence of a million tokens, in one forward, on one GPU: an ALiBi model that was trained on 512.
 
-    python benchmarks/extrapolation_gpu.py … --methods alibi --keep work       # trains the model, keeps it
-    python benchmarks/million_gpu.py --run work/runs/alibi --data work/books --out million.json
+    python benchmarks/replication_gpu.py … --runs alibi --seeds 1 --work work   # trains the model
+    python benchmarks/million_gpu.py --run work/runs/alibi-0 --data work/books --out million.json
 
 Reads the first 1,048,576 tokens of the text as one sequence: loss by position, time, peak memory; and the same tokens
 in pieces of the training length. Beside it stands what the attention of one layer takes with torch's causal attention

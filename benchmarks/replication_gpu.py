@@ -1,0 +1,248 @@
+"""The papers' claims: a campaign of models, each trained short and read long, one JSON for each run and seed.
+
+    python benchmarks/replication_gpu.py --train books-train.txt.xz --separator '\\0' --test books=books-test.txt.xz \\
+        --test wikitext=wikitext-103-test.txt.xz --work work
+    python benchmarks/replication_gpu.py … --minutes 25                # begins no run that may not end by then
+    python benchmarks/replication_gpu.py … --runs alibi,rotary --seeds 1
+    python benchmarks/replication_gpu.py --plan                         # what is done, what is left
+
+What is trained and how it is read stands in `replication.toml`, or in another file (`--campaign`). A run whose JSON is
+in `--out` is done; the next one is begun. It can be stopped at any moment, and goes on where it was: in a run's
+training at its last checkpoint, in its readings at the next one. For that, `--work` has to be the same folder.
+`replication_claims.py` makes the table of claims from the JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from records import software
+
+from lengthen.data import Corpus, prepare
+from lengthen.evaluation import evaluate, open_run, protocol
+from lengthen.evaluation.analyses import induction, resolution
+from lengthen.evaluation.runs import Subject
+from lengthen.io import read_toml, write_text
+from lengthen.training import Watcher, load, train, world
+from lengthen.training.log import Record
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "replication"
+ANALYSED = 65_536  # tokens that an analysis reads at each length
+FAR = 8  # times the training length: where resolution is read at the most
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model: how it differs, and how it is read."""
+
+    name: str
+    seeds: int
+    claims: list[str]
+    set: dict[str, Any]
+    lengths: list[int] | None = None  # none: the campaign's
+    protocols: list[str] = field(default_factory=lambda: ["nonoverlapping", "blockwise"])
+    strides: list[list[int]] = field(default_factory=list)  # length and stride of sliding evaluations
+    resolution: bool = False
+    induction: bool = False  # at every checkpoint that was kept
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """Runs, and what they share."""
+
+    preset: str
+    lengths: list[int]
+    tokens: int  # scored at each length
+    set: dict[str, Any]
+    runs: list[Run]
+
+    def jobs(self) -> list[tuple[Run, int]]:
+        """Return runs and seeds in the order in which they are done: all runs with one seed, then with the next."""
+        return [
+            (run, seed) for seed in range(max(run.seeds for run in self.runs)) for run in self.runs if seed < run.seeds
+        ]
+
+
+class Pace(Watcher):
+    """Prints a line every ten seconds; remembers the first loss and the speed."""
+
+    def __init__(self, name: str, steps: int) -> None:
+        self.name, self.steps, self.told = name, steps, 0.0
+        self.initial: float | None = None  # the loss before any update; none where training was resumed
+        self.speeds: list[float] = []
+
+    def stepped(self, record: Record) -> None:
+        """Say how far it is."""
+        if record["step"] == 1:
+            self.initial = record["loss"]
+        self.speeds.append(record["tokens_per_second"])
+        if time.monotonic() - self.told > 10 or record["step"] == self.steps:
+            self.told = time.monotonic()
+            speed = f"{record['tokens_per_second']:,.0f} tokens/s"
+            print(f"{self.name}: step {record['step']}/{self.steps}, loss {record['loss']:.3f}, {speed}", flush=True)
+
+
+def corpora(arguments: argparse.Namespace) -> tuple[Corpus, dict[str, Corpus]]:
+    """Return the corpus to train on, and those to test on, with its tokenizer; those that are there already serve."""
+    options: dict[str, Any] = {"separator": arguments.separator.encode().decode("unicode_escape"), "validation": 0}
+    folder = arguments.work / "train"
+    training = made(arguments.train, folder, {"tokenizer": "bpe", "vocab_size": arguments.vocabulary, **options})
+    tests = {}
+    for word in arguments.test:
+        name, _, path = word.partition("=")
+        split: dict[str, Any] = {"split_before": "^ = [^=].* = $", "validation": 0} if "wikitext" in name else options
+        tests[name] = made(path, arguments.work / name, {"tokenizer": str(folder), **split})
+    return training, tests
+
+
+def made(text: str | Path, folder: Path, options: dict[str, Any]) -> Corpus:
+    """Return the corpus of a text, prepared into a folder unless it is there."""
+    return Corpus.open(folder) if folder.is_dir() else prepare([text], folder, **options)
+
+
+def trained(run: Run, seed: int, campaign: Campaign, corpus: Corpus, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train one model, or go on training it; return how that went."""
+    overrides = {**campaign.set, **run.set, "train.seed": seed}
+    config = load(campaign.preset, overrides, corpus.vocab_size)
+    name, folder, began = f"{run.name}, seed {seed}", folder_of(run, seed, arguments), time.monotonic()
+    pace = Pace(name, config.train.steps)
+    with world(arguments.device) as here:
+        outcome = train(config, corpus, folder, here, watchers=[pace])
+    if outcome.step < config.train.steps:
+        raise KeyboardInterrupt  # training heard the signal, and saved
+    tokens = outcome.step * config.train.batch * config.model.train_length
+    speed = statistics.median(pace.speeds) if pace.speeds else None
+    found = {"config": dataclasses.asdict(config), "tokens": tokens, "initial_loss": pace.initial}
+    return {**found, "loss": outcome.loss, "seconds": time.monotonic() - began, "tokens_per_second": speed}
+
+
+def readings(
+    run: Run, seed: int, campaign: Campaign, tests: dict[str, Corpus], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Read one model at every length, under every protocol; what was read before is not read again."""
+    subject, found = open_run(folder_of(run, seed, arguments), device=arguments.device), []
+    base = subject.model.config.train_length
+    for text, corpus in tests.items():
+        fitting = [n for n in run.lengths or campaign.lengths if n < len(corpus["train"])]
+        chosen = [protocol(kind, n, base) for n in fitting for kind in run.protocols]
+        chosen += [protocol("sliding", length, base, stride) for length, stride in run.strides]
+        for one in evaluate(subject, corpus, chosen, split="train", tokens=campaign.tokens):
+            print(f"{run.name} on {text} at {one.length:,}, {one.protocol}: {one.perplexity:.3f}", flush=True)
+            found.append({"text": text, **one.record()})
+    return found
+
+
+def analyses(
+    run: Run, seed: int, campaign: Campaign, tests: dict[str, Corpus], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Return the analyses that the run asks for, on the first text."""
+    text, corpus = next(iter(tests.items()))
+    folder, found = folder_of(run, seed, arguments), []
+    options: dict[str, Any] = {"split": "train", "tokens": ANALYSED}
+
+    def subject(path: Path) -> Subject:
+        return open_run(path, device=arguments.device)
+
+    base = subject(folder).model.config.train_length
+    if run.resolution:
+        lengths = [n for n in campaign.lengths if base <= n <= FAR * base]
+        one = resolution.analyse(subject(folder), corpus, lengths, blockwise=True, **options)
+        found.append({"analysis": "resolution", "text": text, **one})
+    if run.induction:
+        for path in sorted((folder / "checkpoints").glob("step-*")):
+            one = induction.analyse(subject(path), corpus, [base // 2], **options)
+            found.append({"analysis": "induction", "text": text, "step": int(path.name.removeprefix("step-")), **one})
+    return found
+
+
+def folder_of(run: Run, seed: int, arguments: argparse.Namespace) -> Path:
+    """Return where a run is trained."""
+    return Path(arguments.work) / "runs" / f"{run.name}-{seed}"
+
+
+def result_of(run: Run, seed: int, out: Path) -> Path:
+    """Return where a run's result goes."""
+    return out / f"{run.name}-{seed}.json"
+
+
+def plan(campaign: Campaign, out: Path) -> str:
+    """Return what is done and what is left."""
+    lines = []
+    for run, seed in campaign.jobs():
+        done = "done" if result_of(run, seed, out).is_file() else "left"
+        lines.append(f"{done}  {run.name}, seed {seed}: {', '.join(run.claims)}")
+    left = sum(line.startswith("left") for line in lines)
+    return "\n".join([*lines, f"{len(lines) - left} of {len(lines)} runs are done"])
+
+
+def go(campaign: Campaign, jobs: list[tuple[Run, int]], arguments: argparse.Namespace) -> None:
+    """Do the jobs that are not done, one after the other, as long as there is time."""
+    began, longest = time.monotonic(), 0.0
+    training, tests = corpora(arguments)
+    for run, seed in jobs:
+        path, started = result_of(run, seed, arguments.out), time.monotonic()
+        if path.is_file():
+            continue
+        if arguments.minutes is not None and started - began + longest > 60 * arguments.minutes:
+            print(f"the time is up before {run.name}, seed {seed}; the same command goes on from there")
+            return
+        record = {"run": run.name, "seed": seed, "claims": run.claims, **software()}
+        record["machine"] = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu"
+        record["training"] = trained(run, seed, campaign, training, arguments)
+        record["readings"] = readings(run, seed, campaign, tests, arguments)
+        record["analyses"] = analyses(run, seed, campaign, tests, arguments)
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(record, indent=1) + "\n")
+        longest = max(longest, time.monotonic() - started)
+        print(f"{path.name}: {time.monotonic() - started:.0f} s", flush=True)
+    print(plan(campaign, arguments.out).splitlines()[-1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--campaign", type=Path, default=HERE / "replication.toml", help="which runs (replication.toml)"
+    )
+    parser.add_argument("--train", type=Path, metavar="FILE", help="the text to train on")
+    parser.add_argument("--test", action="append", metavar="NAME=FILE", help="a text to test on; may be given again")
+    parser.add_argument("--separator", default="\\0", help="what stands between documents (\\0)")
+    parser.add_argument("--vocabulary", type=int, default=16384, help="of the BPE (16384)")
+    parser.add_argument("--work", type=Path, default=Path("work"), help="corpora and checkpoints (work)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON (benchmarks/results/replication)")
+    parser.add_argument("--runs", help="some runs alone, with commas")
+    parser.add_argument("--seeds", type=int, help="of each run, at most")
+    parser.add_argument("--minutes", type=float, help="begin nothing that may take longer than this in all")
+    parser.add_argument("--plan", action="store_true", help="say what is done and what is left")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments = parser.parse_args()
+    campaign = read_toml(arguments.campaign, Campaign)
+    if arguments.plan:
+        print(plan(campaign, arguments.out))
+        return 0
+    if arguments.train is None or not arguments.test:
+        parser.error("--train and --test: expected a text for each, got none")
+    names = [run.name for run in campaign.runs]
+    wanted = arguments.runs.split(",") if arguments.runs else names
+    if unknown := [name for name in wanted if name not in names]:
+        parser.error(f"--runs: expected some of {', '.join(names)}, got {', '.join(unknown)}")
+    most = campaign.jobs() if arguments.seeds is None else [job for job in campaign.jobs() if job[1] < arguments.seeds]
+    try:
+        go(campaign, [(run, seed) for run, seed in most if run.name in wanted], arguments)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from there")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""The campaign of the papers' claims: it can be stopped anywhere and goes on, and its table says what was found."""
+
+import contextlib
+import io
+import json
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lengthen.io import read_toml
+from lengthen.training import load
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+CAMPAIGN = """
+preset = "tiny"
+lengths = [16, 32]
+tokens = 300
+[set]
+"model.train_length" = 16
+"model.layers" = 1
+"model.width" = 32
+"model.heads" = 4
+"train.steps" = 20
+"train.batch" = 2
+"evaluation.every" = 0
+"checkpoint.every" = 10
+[[runs]]
+name = "alibi"
+seeds = 1
+claims = ["C5"]
+set = { "model.positions" = "alibi" }
+strides = [[32, 8]]
+resolution = true
+induction = true
+[[runs]]
+name = "encoder"
+seeds = 1
+claims = ["C14"]
+set = { "model.positions" = "rotary", "model.kind" = "encoder" }
+protocols = ["nonoverlapping"]
+"""
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def run(script: str, *words: str) -> str:
+    """Run a benchmark in this process; return what it printed."""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(sys, "argv", [script, *words])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(BENCHMARKS / script), run_name="__main__")
+    assert end.value.code == 0
+    return said.getvalue()
+
+
+def test_a_campaign_that_is_stopped_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "campaign.toml").write_text(CAMPAIGN)
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
+    text = "\0".join(" ".join(words[(i * j) % 9] for j in range(60)) for i in range(100))
+    (tmp_path / "train.txt").write_text(text)
+    (tmp_path / "test.txt").write_text(text[:8000])
+    options = [
+        *("--device", "cpu", "--vocabulary", "300", "--campaign", str(tmp_path / "campaign.toml")),
+        *("--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")),
+        *("--train", str(tmp_path / "train.txt"), "--test", f"books={tmp_path / 'test.txt'}"),
+    ]
+    command = [sys.executable, str(BENCHMARKS / "replication_gpu.py"), *options]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    metrics, end = tmp_path / "work" / "runs" / "alibi-0" / "metrics.jsonl", time.monotonic() + 60
+    while not metrics.exists() and first.poll() is None and time.monotonic() < end:
+        time.sleep(0.01)
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=60)
+
+    assert "2 of 2 runs are done" in run("replication_gpu.py", *options)
+    records = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").iterdir()}
+    assert set(records) == {"alibi-0", "encoder-0"}
+    one = records["alibi-0"]
+    assert one["training"]["config"]["train"]["seed"] == 0
+    assert one["training"]["tokens"] == 20 * 2 * 16
+    assert {(x["length"], x["protocol"]) for x in one["readings"]} == {
+        *((16, "nonoverlapping"), (16, "blockwise"), (32, "nonoverlapping"), (32, "blockwise"), (32, "sliding"))
+    }
+    assert [x["analysis"] for x in one["analyses"]] == ["resolution", "induction", "induction"]
+    assert {x["task"] for x in records["encoder-0"]["readings"]} == {"masked tokens"}
+    assert run("replication_gpu.py", *options) == "2 of 2 runs are done\n"  # nothing is left to do
+    assert run("replication_gpu.py", *options, "--plan").count("done  ") == 2
+
+
+def reading(length: int, loss: float, protocol: str = "nonoverlapping", **more: Any) -> dict[str, Any]:
+    sums = [100 * (loss + wiggle) for wiggle in (-0.1, 0.0, 0.1)]
+    found = {"text": "books", "length": length, "protocol": protocol, "stride": length, "tokens_per_second": 1.0}
+    return {**found, "segment_losses": sums, "segment_counts": [100, 100, 100], **more}
+
+
+def test_claims_are_of_paired_readings(tmp_path: Path) -> None:
+    losses = {  # of run and seed at 512, 1,024 and 16,384
+        ("sinusoidal", 0): (4.0, 4.5, 5.5),
+        ("sinusoidal", 1): (4.1, 4.7, 5.5),
+        ("rotary", 0): (3.9, 4.1, 5.0),
+        ("alibi", 0): (3.9, 3.88, 3.85),
+        ("xpos", 0): (3.95, 3.95, 4.2),
+    }
+    for (name, seed), values in losses.items():
+        readings = [reading(length, loss) for length, loss in zip((512, 1024, 16384), values, strict=True)]
+        record = {"run": name, "seed": seed, "training": {}, "readings": readings, "analyses": []}
+        (tmp_path / f"{name}-{seed}.json").write_text(json.dumps(record))
+    done = run("replication_claims.py", str(tmp_path))
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.splitlines()]
+    rows = {row[0]: row for row in cells[2:]}
+    assert "+73.5 % (+64.9 … +82.2, 2 seeds, s.e." in rows["C1"][3]  # e^0.5 and e^0.6
+    assert {name: row[4] for name, row in rows.items() if row[4] != "–"} == {
+        "C1": "holds",
+        "C2": "holds",
+        "C5": "holds",
+        "C9": "does not hold here",
+    }
+    assert rows["C3"][3] == "not measured: t5 is missing"
+
+
+def test_the_committed_campaign_can_be_run() -> None:
+    from replication_claims import CLAIMS
+    from replication_gpu import HERE, Campaign
+
+    campaign = read_toml(HERE / "replication.toml", Campaign)
+    for one in campaign.runs:
+        config = load(campaign.preset, {**campaign.set, **one.set}, 16384)
+        config.model.position_method()
+    assert len({one.name for one in campaign.runs}) == len(campaign.runs)
+    assert {claim for one in campaign.runs for claim in one.claims} == set(CLAIMS)
