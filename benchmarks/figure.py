@@ -2,8 +2,8 @@
 
     python benchmarks/figure.py                 # writes docs/figures/overview.svg
 
-Left, attention_gpu: tokens per second of one attention call, forward, 16 heads × 64 in bfloat16. Right,
-the runs of replication_gpu with one seed: perplexity of models trained at 512 tokens, read at longer lengths under plain
+Left, attention_gpu: tokens per second of one attention call, forward, 16 heads × 64 in bfloat16. Right, replication_gpu
+with one seed: perplexity of models trained at 512 tokens, read at longer lengths under plain
 causal attention.
 """
 
