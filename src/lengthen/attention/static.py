@@ -20,7 +20,8 @@ from lengthen.attention.cache import Cache, CachedLayer, Layer, Slots
 from lengthen.attention.masks import Causal, Mask
 from lengthen.attention.op import attention
 from lengthen.attention.reach import Ball
-from lengthen.attention.reach_cache import Group, ReachLayer
+from lengthen.attention.reach_cache import ReachLayer
+from lengthen.attention.reach_group import Group
 
 
 class StaticLayer:
@@ -54,15 +55,15 @@ class StaticReachLayer:
         self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, decay: Decay | None, mask: Mask, forget: int = 0
     ) -> Tensor:
         """Return what `ReachLayer.attend` does, for one slot, and log the queries."""
-        out = q.new_empty(*q.shape[:3], v.shape[3])
-        for at, group in enumerate(self.layer.groups):
-            heads, place = q[:, group.q_heads], self.places[at : at + 1]
-            keys, values = _written(group.buffer, place, k[:, group.k_heads], v[:, group.k_heads])
-            start = place.expand(q.shape[0])
-            part, lse = attention(heads, keys, values, group.bias, q_start=start, tolerance=0, return_lse=True)
-            group.log.q.index_copy_(2, self.logged, heads)
-            group.log.lse.index_copy_(2, self.logged, lse)
-            out[:, group.q_heads] = part
+        q, k, v = self.layer.ordered(q, k, v)
+        parts = []
+        for group, place in zip(self.layer.groups, torch.split(self.places, 1), strict=True):
+            keys, values = _written(group.buffer, place, k[:, group.k], v[:, group.k])
+            own, start = q[:, group.q], place.expand(q.shape[0])
+            parts.append(attention(own, keys, values, group.bias, q_start=start, tolerance=0, return_lse=True))
+        out, lse = self.layer.together(parts)
+        self.layer.log.q.index_copy_(2, self.logged, q)
+        self.layer.log.lse.index_copy_(2, self.logged, lse)
         return out
 
 
@@ -84,7 +85,8 @@ class StaticCache:
         own = torch.split(self.numbers[:-3], [len(groups) for groups in held])
         for layer, places in zip(cache.layers, own, strict=True):
             if isinstance(layer, ReachLayer):
-                layer.reserve()
+                k, heads = layer.groups[0].buffer.k, len(layer.q_order)
+                layer.log.reserve(k.new_empty(k.shape[0], heads, 0, k.shape[3]))
                 self.layers.append(StaticReachLayer(layer, places, self.logged))
             else:
                 self.layers.append(StaticLayer(layer, places))
@@ -102,7 +104,7 @@ class StaticCache:
         for buffer in self.buffers:
             buffer.reserve(1)
         first = self.cache.layers[0]
-        logged = first.groups[0].log.count if isinstance(first, ReachLayer) else 0
+        logged = first.log.count if isinstance(first, ReachLayer) else 0
         last = self.buffers[0]
         host = torch.tensor([*(one.place for one in self.buffers), logged, self.cache.length, last.end - last.place])
         self.numbers.copy_(host.pin_memory() if self.numbers.is_cuda else host, non_blocking=True)
