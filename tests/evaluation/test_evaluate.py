@@ -215,6 +215,9 @@ def test_a_method_is_changed_after_training(corpus: Corpus, folder: Path, capsys
     options = {"scaling": "yarn", "factor": 8}
     assert [(one[0], one[1]) for one in found] == [({}, 8), ({}, 64), (options, 8), (options, 64)]
     assert found[1][2] != found[3][2]
+    # The same options in another order are the same measurement.
+    assert main([*words, "--positions.factor", "8", "--positions.scaling", "yarn"]) == 0
+    assert len(lines(out)) == len(found)
     for more, message in (
         (["--positions.scalling", "yarn"], "unknown option 'scalling'; did you mean 'scaling'"),
         (["--positions.scaling"], "--positions.scaling: expected a value, got none"),

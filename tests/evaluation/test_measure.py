@@ -129,13 +129,58 @@ def test_anything_that_gives_logits_is_scored(corpus: Corpus, model: Transformer
             score(other, corpus, "blockwise", 24, tokens=50)
         with pytest.raises(ValueError, match="length: expected a number of tokens, as this model has no training len"):
             score(other, corpus)
-    with pytest.raises(TypeError, match=r"model: expected logits \[4, 8\] × vocabulary .*, got 'no' \(str\)"):
+    with pytest.raises(TypeError, match=r"model: expected logits \[4, 8\] × vocabulary .*, got a str"):
         score(lambda ids: "no", corpus, "nonoverlapping", 8, tokens=32)
     assert score(model, corpus).tokens == len(corpus["validation"]) - 1  # at the training length
     with pytest.raises(ValueError, match="expected none beside a Protocol"):
         score(model, corpus, protocol("nonoverlapping", 8, 16), 8)
-    with pytest.raises(ValueError, match="tokens: expected at least 1, got 0"):
-        score(model, corpus, tokens=0)
+
+
+class Own:
+    """A model of one's own that gives losses, of a shape that is told."""
+
+    def __init__(self, *shape: int) -> None:
+        self.shape = shape
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def losses(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(self.shape)
+
+
+def flat(ids: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(*ids.shape, 50)
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "kind", "said"),
+    [
+        (flat, {"tokens": 0}, ValueError, "tokens: expected at least 1, got 0"),
+        (flat, {"length": 0}, ValueError, "length: expected at least 1, got 0"),
+        (flat, {"tokens": 31}, ValueError, "length: expected at most the 31 tokens that are scored .*, got 32"),
+        (flat, {"length": 10**7}, ValueError, "length: expected at most the [0-9,]+ tokens .*, got 10,000,000"),
+        (flat, {"how": None}, TypeError, "how: expected a protocol's name or a Protocol, got None"),
+        (flat, {"text": "data/a"}, TypeError, "text: expected a corpus or .*, got 'data/a'"),
+        (flat, {"precision": torch.float64}, TypeError, "precision: expected torch.float32, .*, got torch.float64"),
+        (flat, {"precision": "float32"}, TypeError, "precision: expected torch.float32, .*, got 'float32'"),
+        (flat, {}, ValueError, "model: expected logits of at least [0-9]+ tokens, .*, got those of 50"),
+        ("runs/a", {}, TypeError, "model: expected what maps ids to logits, got 'runs/a'"),
+        (Own(), {}, TypeError, r"model.losses: expected a loss of each target, \[1, 32\], got a .* of shape \[\]"),
+    ],
+)
+def test_what_cannot_be_scored_is_named(
+    corpus: Corpus, model: Any, given: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    given = {"text": corpus, "how": "nonoverlapping", "length": 32, "tokens": 32, **given}
+    if given["length"] > 32:
+        del given["tokens"]
+    with pytest.raises(kind, match=said):
+        score(model, **given)
+
+
+def test_a_model_of_ones_own_that_gives_losses(corpus: Corpus) -> None:
+    assert score(Own(1, 32), corpus, "nonoverlapping", 32, tokens=32).loss == 0
 
 
 def test_each_document_from_its_start(corpus: Corpus, model: Transformer) -> None:
@@ -186,10 +231,15 @@ def test_an_encoder_is_scored_on_masked_tokens(corpus: Corpus, make_model: Calla
         score(model, tokens, "nonoverlapping", 64)
 
 
-def test_the_loss_of_the_unigram_distribution(corpus: Corpus) -> None:
+@pytest.mark.parametrize(("most", "counted"), [(1 << 24, 10**9), (30, 61)])
+def test_the_loss_of_the_unigram_distribution(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, most: int, counted: int
+) -> None:
+    """That of the whole text, or of its first part as far as it is scored."""
+    monkeypatch.setattr(measure, "UNIGRAM_TOKENS", most)
     tokens = corpus["train"]
     text = tokens.read(0, len(tokens))
-    frequency = (np.bincount(text, minlength=258) + np.bincount(text[11:61], minlength=258)) / (len(text) + 50)
+    frequency = np.bincount(text[:counted], minlength=258) / len(text[:counted])
     expected = -np.log(frequency[text[11:61]]).mean()
     assert measure.unigram_loss(tokens, 258, [(10, 20), (30, 30)]) == pytest.approx(expected, rel=1e-12)
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from lengthen import io
-from lengthen.checks import whole_number
+from lengthen.checks import describe, whole_number
 from lengthen.data import Corpus, Tokens
 from lengthen.data.masking import Masking
 from lengthen.evaluation.errors import perplexity, standard_error
@@ -32,6 +32,7 @@ from lengthen.model.score import Hide, Model, Reading, Task, device_of, window_l
 SAVE_SECONDS = 10.0
 SEGMENTS = 64
 MASK_FRACTION = 0.15  # of an encoder's tokens, where no run says another
+PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)  # that a pass can be told to use
 UNIGRAM_TOKENS, READ = 1 << 24, 1 << 20  # of the text that are counted for its unigram distribution, and at once
 
 Tell = Callable[[int, int], None]  # targets scored, and how many there are
@@ -127,12 +128,22 @@ def score(
         precision: of matrix products; None: bfloat16 on a GPU, the weights' own elsewhere.
         tell: called with how many were read, and the number of them all.
     """
+    if not callable(model):
+        raise TypeError(f"model: expected what maps ids to logits, got {describe(model)}")
+    if not isinstance(text, Corpus | Tokens):
+        raise TypeError(f"text: expected a corpus or the tokens of one of its splits, got {describe(text)}")
+    if precision is not None and precision not in PRECISIONS:
+        raise TypeError(f"precision: expected {', '.join(map(str, PRECISIONS))} or None, got {describe(precision)}")
     config = getattr(model, "config", None)
-    train_length = getattr(config, "train_length", None)
+    train_length: int | None = getattr(config, "train_length", None)
     if isinstance(how, str):
-        if length is None and train_length is None:
+        length = train_length if length is None else length
+        if length is None:
             raise ValueError("length: expected a number of tokens, as this model has no training length, got none")
-        how = protocol(how, length or train_length or 1, train_length or length or 1, stride, block, per_document)
+        trained = length if train_length is None else train_length
+        how = protocol(how, length, trained, stride, block, per_document)
+    elif not isinstance(how, Protocol):
+        raise TypeError(f"how: expected a protocol's name or a Protocol, got {describe(how)}")
     elif (length, stride, block, per_document) != (None,) * 4:
         raise ValueError("length, stride, block, per_document: expected none beside a Protocol, which has them")
     hide: Hide | None = None
@@ -144,6 +155,12 @@ def score(
     chosen = text[split] if isinstance(text, Corpus) else text
     if tokens is not None:
         whole_number("tokens", tokens, at_least=1)
+    most = len(chosen) - 1 if tokens is None else min(tokens, len(chosen) - 1)
+    if how.per_document is None and how.length > most > 0:
+        raise ValueError(
+            f"length: expected at most the {most:,} tokens that are scored of split {chosen.name!r} of "
+            f"{chosen.directory}, or no window would be whole, got {how.length:,}"
+        )
     return measure(
         model, chosen, Task(chosen, hide, document_mask), how, how.stretches(chosen, tokens), precision, tell
     )
@@ -199,15 +216,15 @@ def unigram_loss(tokens: Tokens, vocab_size: int, stretches: list[Stretch]) -> f
     """Return the mean loss of the stretches' targets under the text's own unigram distribution, in nats.
 
     It is what predicting every token from its frequency alone would give: a model that is not better has learned
-    nothing. Of a long text the first part is counted, with the stretches' targets.
+    nothing. Of a long text the first part is counted, as far as the stretches go at least.
     """
-    asked = np.zeros(vocab_size, dtype=np.int64)
+    asked, counted = (np.zeros(vocab_size, dtype=np.int64) for _ in range(2))
     for start, count in stretches:
         for begin in range(start + 1, start + count + 1, READ):
             asked += np.bincount(tokens.read(begin, min(begin + READ, start + count + 1)), minlength=vocab_size)
-    counted = asked.copy()
-    for begin in range(0, min(len(tokens), UNIGRAM_TOKENS), READ):
-        counted += np.bincount(tokens.read(begin, min(begin + READ, len(tokens))), minlength=vocab_size)
+    until = min(len(tokens), max(UNIGRAM_TOKENS, *(start + count + 1 for start, count in stretches)))
+    for begin in range(0, until, READ):
+        counted += np.bincount(tokens.read(begin, min(begin + READ, until)), minlength=vocab_size)
     seen = asked > 0
     return float((asked[seen] * np.log(counted.sum() / counted[seen])).sum() / asked.sum())
 

@@ -22,7 +22,7 @@ class Keyed:
     def key(self) -> str:
         """What makes it the same measurement as another."""
         said = next(kind for kind in reversed(type(self).__mro__) if is_dataclass(kind))
-        return json.dumps([getattr(self, field.name) for field in fields(said)])
+        return json.dumps([getattr(self, field.name) for field in fields(said)], sort_keys=True)
 
 
 @dataclass(frozen=True, kw_only=True)

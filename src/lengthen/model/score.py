@@ -116,16 +116,19 @@ def losses(
 ) -> Tensor:
     """Return the loss of each target `[rows, length]`, float64 on the model's device; 0 where the target is IGNORED."""
     device, own = device_of(model), getattr(model, "losses", None)
+    own = own if callable(own) else None
     ids, targets = ids.to(device), targets.to(device)
     given: dict[str, Any] = {} if mask is None else {"mask": mask}
     if document_starts is not None:
         given["document_starts"] = document_starts.to(device)
     if given and own is None:
         raise TypeError(
-            f"model: expected one with a method `losses` that takes {' and '.join(given)}, got {describe(model)}"
+            f"model: expected one with a method `losses` that takes {' and '.join(given)}, got {_named(model)}"
         )
     with evaluating(model), autocast(device, precision or usual_precision(device)):
         found: Tensor = own(ids, targets, **given) if own is not None else _from_logits(model(ids), targets)
+    if not isinstance(found, Tensor) or found.shape != targets.shape:
+        raise TypeError(f"model.losses: expected a loss of each target, {list(targets.shape)}, got {_named(found)}")
     return found.double()
 
 
@@ -138,7 +141,7 @@ def logits_at(
     """
     device, hidden = device_of(model), getattr(model, "hidden", None)
     if mask is not None and hidden is None:
-        raise TypeError(f"model: expected one with a method `hidden` that takes a mask, got {describe(model)}")
+        raise TypeError(f"model: expected one with a method `hidden` that takes a mask, got {_named(model)}")
     with evaluating(model), autocast(device, precision or usual_precision(device)):
         if hidden is not None:
             return F.linear(hidden(ids.to(device), mask)[where.to(device)], model.output_weight)  # type: ignore[attr-defined]
@@ -148,6 +151,11 @@ def logits_at(
 
 def _from_logits(found: Any, targets: Tensor) -> Tensor:
     logits = _checked(getattr(found, "logits", found), targets)
+    if targets.max() >= logits.shape[-1]:
+        raise ValueError(
+            f"model: expected logits of at least {int(targets.max()) + 1} tokens, as the text has, got those of "
+            f"{logits.shape[-1]}"
+        )
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
     return F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORED, reduction="none").view(targets.shape)
 
@@ -155,9 +163,14 @@ def _from_logits(found: Any, targets: Tensor) -> Tensor:
 def _checked(logits: Any, ids: Tensor) -> Tensor:
     if not isinstance(logits, Tensor) or logits.shape[:-1] != ids.shape:
         raise TypeError(
-            f"model: expected logits {list(ids.shape)} × vocabulary for ids of that shape, got {describe(logits)}"
+            f"model: expected logits {list(ids.shape)} × vocabulary for ids of that shape, got {_named(logits)}"
         )
     return logits
+
+
+def _named(value: Any) -> str:
+    """Say what a model returned: a tensor by its shape, a container of tensors by its type alone."""
+    return describe(value) if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def usual_precision(device: torch.device) -> torch.dtype:
