@@ -208,7 +208,7 @@ def test_training_goes_on_as_it_would_have_or_says_why_not(
     assert case.weights(8) == expected.weights(8)
     found, right = case.losses(), expected.losses()
     assert {key: right[key] for key in found} == found
-    began = re.search(r"going on after step (\d)", said.out)
+    began = re.search(r"resuming after step (\d)", said.out)
     first = int(began[1]) if began else 0
     assert [key for key in right if key[1] > first and key not in found] == []
     assert first == 6 or "passed over, as it is not whole: " in said.out

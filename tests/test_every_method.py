@@ -21,19 +21,16 @@ import lengthen
 from lengthen import Bidirectional, Blockwise, Causal, Window
 from lengthen.attention import Mask
 from lengthen.attention.backends.chunked import forward, runs, scores
-from lengthen.positions import PositionMethod, build
+from lengthen.positions import PositionMethod, build, names
 
 METHODS: dict[str, dict[str, Any]] = {
-    "none": {},
+    **{name: {} for name in names()},
     "learned": {"max_length": 128},
-    "sinusoidal": {},
-    "rotary": {},
     "rotary linear": {"scaling": "linear", "factor": 4.0},
     "rotary ntk": {"scaling": "ntk", "factor": 4.0},
     "rotary yarn": {"scaling": "yarn", "factor": 4.0, "original_length": 32},
     "xpos": {"scale_base": 8.0},
     "xpos learned": {"learned_gamma": True, "scale_base": 16.0},
-    "alibi": {},
     "alibi learned": {"learned": True},
     "alibi separate": {"learned": True, "sides": "separate"},
     "t5": {"buckets": 8, "max_distance": 20},

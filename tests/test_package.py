@@ -41,6 +41,12 @@ def test_without_torch(code: str) -> None:
     subprocess.run([sys.executable, "-c", code + ending], check=True, capture_output=True)
 
 
+def test_every_name_is_there_with_torch_alone() -> None:
+    others = ("numpy", "safetensors", "tokenizers", "transformers", "tyro", "rich")
+    code = f"import sys; sys.modules.update(dict.fromkeys({others})); from lengthen import *; load, accelerate"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True)
+
+
 def test_names() -> None:
     assert set(lengthen.__all__) <= set(dir(lengthen))
     for name in lengthen.__all__:

@@ -69,14 +69,14 @@ def test_from_words_to_a_model(data: str, tmp_path: Path, capsys: Capture) -> No
 
     assert main([*words, "--train.steps", "4"]) == 0  # there is nothing left to do
     said = capsys.readouterr()
-    assert said.out.startswith("going on after step 4: ")
+    assert said.out.startswith("resuming after step 4: ")
     assert said.out.endswith(end)
     assert [record["step"] for record in records(out) if record["kind"] == "step"] == [1, 2, 3, 4]
 
     assert main([*words, "--train.steps", "6"]) == 0
     said = capsys.readouterr()
     assert "changed since step-00000004 was written: train.steps: 4 → 6\n" in said.out
-    assert "going on after step 4: " in said.out
+    assert "resuming after step 4: " in said.out
     assert [record["step"] for record in records(out) if record["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
     assert load(out / "checkpoints" / "step-00000006").config == config.model
 

@@ -51,14 +51,14 @@ def test_the_first_and_last_words() -> None:
         "training: 1.2M parameters, xpos, at 128 tokens, on cpu, into runs/x\n"
         "2,000 steps of 1,024 tokens: 2 epochs of 1,000,000 tokens"
     )
-    assert introduction(start(first=1500, processes=4)).startswith("going on after step 1,500: 1.2M parameters")
+    assert introduction(start(first=1500, processes=4)).startswith("resuming after step 1,500: 1.2M parameters")
     assert "on 4 processes (cpu), into" in introduction(start(processes=4))
     path = Path("runs/x/checkpoints/step-00002000")
     assert (
         conclusion(Outcome(2000, True, path, 2.5)) == f"done after 2,000 steps; the model is {path}/model.safetensors"
     )
     stopped = conclusion(Outcome(1200, False, path, 2.5))
-    assert stopped == f"stopped after step 1,200, saved as {path}; the same command goes on from there"
+    assert stopped == f"stopped after step 1,200, saved as {path}; the same command resumes from there"
 
 
 def test_time_left(clock: list[float]) -> None:

@@ -58,7 +58,7 @@ def test_the_base_class_changes_nothing() -> None:
     assert method.name == "PositionMethod"
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", PLACES)
 def test_places_are_those_the_class_overrides(name: str) -> None:
     assert make(name).places == PLACES[name]
 

@@ -220,7 +220,7 @@ def test_a_missing_file_is_found(corpus: Corpus, make: Make, alone: World, train
     for step in (3, 6, 9):
         flip(folder(trained, step) / "model.safetensors")
     before = contents(trained / "checkpoints")
-    with pytest.raises(ValueError, match=r"expected a whole checkpoint to go on from, got none: .*step-00000012.*; .*"):
+    with pytest.raises(ValueError, match=r"expected a whole checkpoint to resume from, got none: .*step-00000012.*; "):
         train(make(), corpus, trained, alone)  # and does not start anew
     assert contents(trained / "checkpoints") == before
 

@@ -7,7 +7,7 @@ masks.py      Causal, Window, Blockwise, Bidirectional: an interval of keys for 
 reach.py      how far a head must look, and the ball around its keys
 merge.py      joins partial results
 cache.py      keys and values while decoding: full, window, reach
-reach_cache.py   of these, reach: what heads keep (reach_group.py), and what the rest can weigh
+reach_cache.py   the policy "reach": what heads keep (reach_group.py), and a bound on the rest
 buffer.py     storage of keys and values; static.py: steps over it that a CUDA graph can replay
 backends/     reference (the definition), native (torch's own), chunked (plain torch), triton (GPU kernels)
 """

@@ -1,6 +1,6 @@
 """The keys and values of consecutive slots: appended at the end, dropped at the front, always one contiguous view.
 
-A slot is a place in the order in which tokens came; position 0 of a sequence may stand at any. Storage grows to twice
+A slot is an index in the order in which tokens came; position 0 of a sequence may be at any slot. Storage doubles
 its size when it is full, or moves what is kept to its front when that is at most half of it. So a token costs a
 constant number of copies, however long the sequence; with `room` for the final length there are none.
 """

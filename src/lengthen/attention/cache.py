@@ -3,11 +3,11 @@
     full      everything
     window    what a `Window` or `Blockwise` mask can still see
     reach     what each head can still reach under its bias (reach_cache.py): older keys in host memory (mode "exact"),
-              or given up with a bound on what they could have weighed (mode "certified")
+              or dropped, with a bound on what they could have weighed (mode "certified")
 
 All sequences of a batch grow together, by the same number of slots at each step. One that is shorter begins at a later
 slot (left padding, `starts`) and counts its positions from there, so it sees exactly what it would see alone. One that
-has ended gives its row up (`rows`), another begins in its place (`restart`), or two caches become one (`joined`).
+has ended frees its row (`rows`), another starts in its place (`restart`), or two caches are joined (`joined`).
 
 >>> import torch, lengthen
 >>> from lengthen.attention.cache import Cache
@@ -189,11 +189,11 @@ class Cache:
 
     @property
     def bound(self) -> float:
-        """No row of any layer has left a larger fraction of its softmax mass unread: proven, at every step so far."""
+        """Proven upper bound, over all rows and layers so far, of the fraction of softmax mass left unread."""
         return max(layer.bound for layer in self.layers)
 
     def begin(self, new: int, device: torch.device) -> Slots:
-        """Return where `new` tokens of each sequence stand, and what each layer's `attend` is told of them."""
+        """Return the slots of `new` tokens of each sequence: positions and mask for each layer's `attend`."""
         before, total = self.length, self.length + new
         if any(layer.length != before for layer in self.layers):
             raise RuntimeError("cache: expected layers of one length, got a forward that was stopped; make a new one")

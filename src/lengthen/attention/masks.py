@@ -65,7 +65,7 @@ class Mask:
         raise NotImplementedError(f"mask: expected a class with a `span`, got {type(self).__name__}, which has none")
 
     def _span(self, position: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the span, of which a class of one's own may have made anything."""
+        """Return the span, checked: a user's class may return anything."""
         found: Any = self.span(position)
         first, last = found if isinstance(found, tuple) and len(found) == 2 else (found, found)
         for one in (first, position if last is None else last):
@@ -122,7 +122,7 @@ class Mask:
         if padding is not None:
             last = torch.where(padding, first - 1, last)
         first, last = torch.broadcast_tensors(first, last)  # type: ignore[no-untyped-call]
-        return first.clamp(max=keys), last.clamp(-1, keys - 1)  # inside already, but for who sees nothing
+        return first.clamp(max=keys), last.clamp(-1, keys - 1)  # already inside, except for queries that see no key
 
     def _document(self, position: Tensor, keys: int) -> tuple[Tensor, Tensor]:
         """Return the first and last position of each query's document."""

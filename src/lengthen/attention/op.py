@@ -92,8 +92,8 @@ def attention(
             `lengthen.reach`). None: half a unit in the last place of the output's dtype; 0 reads everything.
         return_lse: return (out, lse) with lse `[batch, heads, queries]`, as `merge` takes them.
         backend: "reference", "native", "chunked" or "triton" forces one; None picks.
-        ball: a `Ball` around the keys, where one is kept (as a cache can while it grows). With it nobody looks at far
-            keys to know that they may be left unread.
+        ball: a `Ball` around the keys, where one is kept (as a cache can while it grows). It bounds the scores of far
+            keys without reading them.
 
     There is no attention dropout.
 

@@ -45,7 +45,7 @@ def default_tolerance(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Ball:
-    """A ball that holds all keys of a head: what a cache keeps, so that nobody looks at far keys to bound them.
+    """A ball that holds all keys of a head: with it, a cache bounds the scores of far keys without reading them.
 
     centre `[batch, key_heads, head_dim]` is of the keys' dtype, so that products take it as it is; radius
     `[batch, key_heads]` is float32 at least, and widened by more than rounding can hide in it. `keys` is how many keys

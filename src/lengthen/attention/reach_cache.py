@@ -1,18 +1,18 @@
-"""What each head can still reach: a cache whose memory on the device does not grow with the sequence.
+"""The cache policy "reach": each head keeps the keys within its reach, so device memory does not grow with length.
 
-A bias that falls with distance lets a head forget (reach.py has the inequality). A head keeps the keys of its reach and
-gives up older ones a page at a time. Of each page a ball remains, centre and radius. With s from the ball, D the
+A bias that falls with distance makes far keys negligible (reach.py has the inequality). A head keeps the keys in its
+reach and evicts older ones page by page. Of each page a ball is kept, centre and radius. With s from the ball, D the
 distance of the page's nearest key, T the tail of the bias and ℓ the log-sum-exp of what was read, the page weighs at
 most
 
     e^(s + T(D) − ℓ)
 
-of what was read. What happens to the page itself is the mode:
+of what was read. The mode says what happens to an evicted page:
 
     exact       it goes to host memory. Where the pages that are not read could weigh more than the tolerance together,
                 the heaviest are fetched, read and merged.
-    certified   it is gone. The sum of what the pages could weigh is this row's bound, and the largest of all rows is
-                what the cache reports. Balls of old pages are merged, so that their number grows like log(length).
+    certified   it is dropped. The sum of the pages' possible weights is the row's error bound, and the cache reports
+                the largest over all rows. Balls of old pages are merged, so that their number grows like log(length).
 
 Bounds and reaches are not needed to compute an output, so queries are logged with their ℓ, and a page of them is looked
 at together. What is kept is read whole.

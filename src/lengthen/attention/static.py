@@ -1,11 +1,11 @@
-"""A cache in steps of fixed shapes: the same launches at every token, so that a CUDA graph can replay them.
+"""Decoding steps of fixed shapes over a cache: the same kernel launches at every token, so a CUDA graph can replay it.
 
 A step over a `Cache` depends on how much is kept: views, masks and launches differ. Here storage is read whole, and
 where the new key goes is a number on the device. The query stands there, so the causal mask hides what lies beyond.
 Before each step the host makes room and sets the numbers (`prepare`), after it the host counts (`advance`). As long as
 `prepare` returns the same, storage is where it was, and the step is the same work.
 
-For causal attention with a `Linear` bias alone: other biases and decays are looked at by the host. With "reach" it is
+For causal attention with a `Linear` bias alone: other biases and decays need values on the host. With "reach" it is
 for mode "certified" and sequences that begin together.
 """
 

@@ -1,1 +1,1 @@
-"""The command line: one module per verb, over flags.py, each a thin face of the layer that does the work."""
+"""The command line: one module per verb, over flags.py, each a thin wrapper of the layer that does the work."""

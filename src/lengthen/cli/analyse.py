@@ -1,13 +1,12 @@
-"""Look into a trained model: where its loss falls, how far it looks, what it tells apart.
+"""Analyse a trained model: loss by position, reach, attention by distance, resolution, induction, LongPPL.
 
-  resolution   R(s), how well the scores tell near from far, for each layer and the model; --blockwise beside it
-  positions    loss by position in the window, and how much of what long inputs gain is context, how much the early
-               tokens' curse fading
-  reach        ALiBi: how many keys back each head must look, and the fraction of the score matrix that is
+  resolution   R(s), how well scores tell near keys from far ones, per layer and model; --blockwise adds blockwise rows
+  positions    loss by position in the window; splits the gain of longer inputs into more context and a weaker early
+               token curse
+  reach        ALiBi: how many keys back each head must read, and as a fraction of the score matrix
   distance     how much of its attention each head spends at which distance
   longppl      perplexity over the tokens that a long context helps to predict; --judge is a run that chooses them
-  induction    does it copy n random tokens that it reads a second time, and have its layers the heads for it; --lengths
-               are n
+  induction    does it copy n random tokens when they are repeated, and which heads do it; --lengths are n
 
 RUN is a run's folder, whose last checkpoint is used, or one checkpoint's folder. Results are written to
 RUN/analysis/NAME.json. docs/analyses.md has the definitions.
@@ -45,12 +44,12 @@ NAMES: tuple[Name, ...] = get_args(Name)
 
 @dataclass(frozen=True)
 class Arguments:
-    """What `lengthen analyse` is told."""
+    """Arguments of `lengthen analyse`."""
 
     run_folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run's folder, a checkpoint's, or a model of Hugging Face."""
     data: Path | None = None  # token shards, or a text; none: what the model was trained on, or Python's source
-    what: list[Name] | None = None  # none: all, but reach for ALiBi alone
+    what: list[Name] | None = None  # none: all; reach for ALiBi only
     lengths: list[int] | None = (
         None  # tokens read at once; none: the training length times 1, 2, 4, 8, 16, as far as fit
     )
@@ -114,7 +113,7 @@ def wanted(given: list[Name] | None) -> list[str]:
 
 
 def _fitting(asked: list[str], subject: Subject, given: list[int] | None, said: bool) -> list[str]:
-    """Refuse an analysis that the model has nothing for; if it was not asked for by name, leave it out."""
+    """Refuse an analysis that does not apply to the model; skip it if it was not named."""
     from lengthen.evaluation.analyses import LENGTHS, longppl, reach
 
     if said:

@@ -1,4 +1,4 @@
-"""Train short, test long, with your own eyes: six position methods, a few minutes on a laptop, one page to look at.
+"""Train six position methods at 64 tokens, evaluate each at up to 2,048, write one report: some minutes on a laptop.
 
   lengthen demo                                 into demo/: six runs, and demo/report.html
   lengthen demo --out elsewhere --steps 400     longer, and better
@@ -6,8 +6,8 @@
 
 Every method trains the same small model (the preset `tiny`: a million parameters, at 64 tokens) for the same steps from
 the same weights on the source of Python's standard library. Each is then read at 1× to 32× that length, rotary and xPos
-with blockwise attention too. The same seed gives the same numbers on the same machine. A demo that was stopped goes on
-where it was; one that is there already, with the same settings, is only shown again.
+with blockwise attention too. The same seed gives the same numbers on the same machine. An interrupted demo
+resumes; a finished one with the same settings is only shown again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Tell = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Arguments:
-    """What `lengthen demo` is told."""
+    """Arguments of `lengthen demo`."""
 
     out: Path = Path("demo")  # where everything goes
     methods: list[str] = field(default_factory=lambda: list(METHODS))  # position methods

@@ -1,4 +1,4 @@
-"""Measure a model's perplexity at any lengths, each number with how it was made, and how far it can be stretched.
+"""Measure a model's perplexity at any lengths, and the longest length that it holds.
 
   lengthen eval runs/tiny                                          1×, 2×, … 32× the training length
   lengthen eval runs/tiny --lengths 64,1024,131072 --data data/books
@@ -7,16 +7,16 @@
   lengthen eval runs/tiny --protocol sliding --stride 1 --lengths 64 --tokens 4096
   lengthen eval models/bloom-560m --data book.txt                  a folder of Hugging Face (docs/huggingface.md)
   lengthen eval runs/rotary --positions.scaling yarn --positions.factor 8      the method changed after training
-  lengthen eval runs/small --task passkey,needles --lengths 1024,4096,16384    what it finds in a long text
+  lengthen eval runs/small --task passkey,needles --lengths 1024,4096,16384    retrieval from a long text
 
 Protocols: nonoverlapping (pieces, each read by itself), sliding (windows, the last --stride tokens of each scored),
 blockwise and window (pieces, read with blockwise causal attention or with a window). The same tokens are scored at
 every length; an encoder is scored on masked tokens. --positions.NAME VALUE is an option of the position method.
-Results go to evaluation.jsonl in the run's folder as they come; what is there already is not measured again, and what
-was interrupted goes on where it was.
+Results are appended to evaluation.jsonl in the run's folder. Existing results are not measured again, and an
+interrupted measurement resumes.
 
---task asks questions with exact answers instead: --samples of each length, what is asked for standing at each of
---depths; text of the corpus fills the length. Protocols are nonoverlapping, blockwise or window; results go to
+--task runs tasks with exact answers instead: --samples per length, with the needle at each of --depths, in text of the
+corpus. Protocols are nonoverlapping, blockwise or window; results go to
 tasks.jsonl. docs/tasks.md explains each.
 
 The verdict: a model holds to the longest length before its perplexity is more than 2 % above that at the training
@@ -46,7 +46,7 @@ OPTIONS = "--positions."  # of whatever name: what a method takes, the method ch
 
 @dataclass(frozen=True)
 class Arguments:
-    """What `lengthen eval` is told."""
+    """Arguments of `lengthen eval`."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run's folder, one checkpoint's, or a model of Hugging Face: its folder, or OWNER/NAME."""
@@ -55,17 +55,21 @@ class Arguments:
     lengths: list[int] | None = None  # in tokens; none: 1× to 32× the training length
     protocol: list[Protocol] = field(default_factory=lambda: ["nonoverlapping"])  # how a text is read
     stride: int | None = None  # of sliding; none: half the length
-    block: int | None = None  # of blockwise, none: half the training length; of window, none: all of it
-    per_document: int | None = None  # read each document from its start, and so many of its tokens; none: as they stand
+    block: int | None = None  # tokens; none: half the training length for blockwise, all of it for window
+    per_document: int | None = (
+        None  # read only this many tokens of each document, from its start; none: documents joined
+    )
     tokens: int | None = None  # to score; none: 131072, or the longest length
-    task: list[Task] = field(default_factory=list)  # ask these instead of measuring perplexity
-    samples: int = 100  # task: of each length
-    depths: list[float] | None = None  # task: where what is asked for stands; none: 0,0.25,0.5,0.75,1
+    task: list[Task] = field(default_factory=list)  # run these tasks instead of measuring perplexity
+    samples: int = 100  # task: samples per length
+    depths: list[float] | None = (
+        None  # task: where the needle is, from 0 (beginning) to 1 (end); none: 0,0.25,0.5,0.75,1
+    )
     seed: int = 0  # task: other samples
     checkpoint: Literal["last", "best"] = "last"  # which of a run's checkpoints
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 is autocast; auto: that on a GPU
     device: str | None = None  # cpu or cuda; none: cuda where there is one
-    again: bool = False  # measure again what is there already
+    again: bool = False  # measure again even if a result exists
     verify: bool = False  # compare every file of the corpus with its checksum, not only those that changed
     positions: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)  # --positions.NAME
 

@@ -1,13 +1,13 @@
 """Write a model as a folder that Hugging Face's transformers opens.
 
   lengthen export runs/tiny models/tiny
-  lengthen export runs/tiny models/tiny --architecture lengthen      our own, whatever others could hold
+  lengthen export runs/tiny models/tiny --architecture lengthen      our own, even if another would do
   lengthen export models/pythia-70m models/again                     a folder of Hugging Face, read and written again
 
-A model that an architecture of transformers can hold becomes one, and opens without this package: BLOOM or MPT with
-ALiBi, Llama, GPT-NeoX and others with rotary, GPT-2 with learned positions. The rest keep their own architecture, which
-transformers opens after `import lengthen.interop.huggingface`. What was measured goes into the model card
-(docs/huggingface.md).
+If an architecture of transformers can represent the model, it is written as that one and opens without this package:
+BLOOM or MPT with ALiBi, Llama, GPT-NeoX and others with rotary, GPT-2 with learned positions. Any other model keeps
+the architecture `lengthen`, which transformers opens after `import lengthen.interop.huggingface`. Measured
+perplexities go into the model card (docs/huggingface.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Architecture = Literal["bloom", "mpt", "falcon", "llama", "mistral", "qwen2", "q
 
 @dataclass(frozen=True)
 class Arguments:
-    """What `lengthen export` is told."""
+    """Arguments of `lengthen export`."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run's folder, one checkpoint's, or a model of Hugging Face."""
@@ -35,7 +35,7 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> int:
-    """Export; say what it became, and why not something else."""
+    """Export; print the architecture that was written, and why the others were not."""
     from lengthen.interop.export import export
     from lengthen.interop.subjects import open_model
 
@@ -45,7 +45,7 @@ def run(arguments: Arguments) -> int:
     print(f"{made.folder}: {made.architecture}")
     if made.architecture == "LengthenForCausalLM" and arguments.architecture is None:
         print(
-            "transformers opens it after `import lengthen.interop.huggingface`; no architecture of its own can hold it:"
+            "transformers opens it after `import lengthen.interop.huggingface`; no other architecture can represent it:"
         )
         for name, lacking in made.reasons.items():
             print(f"  {name}: {'; '.join(lacking[:2])}{f'; and {len(lacking) - 2} more' if len(lacking) > 2 else ''}")

@@ -1,4 +1,4 @@
-r"""Let a model write: text streams to the terminal as its tokens come.
+r"""Generate text from a model, streamed to the terminal.
 
   lengthen generate runs/tiny --prompt "def main("
   lengthen generate runs/tiny --prompt "import" --tokens 2000 --temperature 0.7 --top-p 0.9 --seed 3
@@ -7,13 +7,13 @@ r"""Let a model write: text streams to the terminal as its tokens come.
   lengthen generate runs/tiny --samples 4 --prompt "class"
   lengthen generate runs/tiny --tokens 100000 --cache reach --mode certified --stats
 
-Only new text is printed, and a character once it is whole. A text ends at the tokenizer's end token, at --tokens, or
-before a --stop text, which may be given several times and is not printed (\n and \t are a new line and a tab). Without
-a prompt the model begins a document: after the end token, if its tokenizer has one. Prompts must be UTF-8; other bytes
-are refused. Ctrl-C ends with what there is. The same seed gives the same text.
+Only new text is printed. Generation ends at the tokenizer's end token, after --tokens tokens, or before a --stop text,
+which may be given several times and is not printed (\n and \t are a new line and a tab). Without a prompt the model
+starts a new document: after the end token, if its tokenizer has one. Prompts must be UTF-8. Ctrl-C stops and keeps what
+was printed. The same seed gives the same text.
 
---cache says what is kept of the past (docs/generation.md): full, window (with --window or --block), or reach. --stats
-prints tokens/s, the cache's size and its bound to stderr.
+--cache chooses which keys and values are kept (docs/generation.md): full, window (with --window or --block), or reach.
+--stats prints tokens/s, the cache's size and its bound to stderr.
 """
 
 from __future__ import annotations
@@ -41,28 +41,30 @@ OPTIONS = "--positions."  # of whatever name: what a method takes, the method ch
 
 @dataclass(frozen=True)
 class Arguments:
-    """What `lengthen generate` is told."""
+    """Arguments of `lengthen generate`."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run's folder, one checkpoint's, or a model of Hugging Face: its folder, or OWNER/NAME."""
-    prompt: str = ""  # text to continue; empty: begin a document
+    prompt: str = ""  # text to continue; empty: start a document
     stdin: bool = False  # read the prompt from standard input, all of it
     interactive: bool = False  # read prompts from standard input, one per line
     tokens: int = 256  # new tokens at most
     temperature: float = 0.8  # 0: always the likeliest token
-    top_k: int | None = None  # draw among so many of the likeliest tokens
-    top_p: float | None = None  # draw among the fewest tokens that have this probability together
-    min_p: float | None = None  # draw among tokens with this fraction of the likeliest one's probability
-    repetition_penalty: float = 1.0  # above 1: tokens that were there are less likely
+    top_k: int | None = None  # sample from this many of the likeliest tokens
+    top_p: float | None = None  # nucleus: sample from the fewest tokens whose probabilities sum to this
+    min_p: float | None = None  # sample from tokens with at least this fraction of the likeliest one's probability
+    repetition_penalty: float = 1.0  # above 1: tokens that already occurred are less likely
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Text that ends it, and is not printed; once for each."""
-    seed: int = 0  # of what is drawn
-    samples: int = 1  # texts; more than one are printed when all are done
-    cache: Literal["full", "window", "reach"] = "full"  # what is kept of the past
-    mode: Literal["exact", "certified"] = "exact"  # of reach: far keys in host memory, or given up with a bound
-    tolerance: float | None = None  # fraction of a row's mass that may stay unread; none: what rounding hides
-    window: int | None = None  # tokens see so many, themselves included; none: all before them
-    block: int | None = None  # blockwise causal attention with blocks of so many tokens
+    """Text that ends generation, and is not printed; may be repeated."""
+    seed: int = 0  # of the random numbers
+    samples: int = 1  # texts; several are printed once all are finished
+    cache: Literal["full", "window", "reach"] = "full"  # which keys and values are kept
+    mode: Literal["exact", "certified"] = (
+        "exact"  # of reach: far keys go to host memory, or are dropped with an error bound
+    )
+    tolerance: float | None = None  # softmax mass of a row that may stay unread; none: half a unit in the last place
+    window: int | None = None  # sliding window: tokens that each token sees, itself included; none: all
+    block: int | None = None  # blockwise causal attention with blocks of this many tokens
     chunk: int = 512  # tokens of a prompt that are read at once
     stats: bool = False  # print tokens/s, the cache's size and bound
     data: Path | None = None  # token shards with the tokenizer; none: those that the model was trained on
@@ -93,7 +95,7 @@ def run(arguments: Arguments) -> int:
 def opened(
     run: Path, checkpoint: str, device: str | None, positions: dict[str, Any], data: Path | None
 ) -> tuple[Transformer, Tokenizer]:
-    """Return the model that the flags of these names say, and its tokenizer."""
+    """Return the model and its tokenizer."""
     from lengthen.interop.subjects import open_model, tokenizer_of
     from lengthen.training.parallel import pick_device
 

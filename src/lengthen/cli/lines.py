@@ -1,4 +1,4 @@
-"""Training as plain lines, for logs and pipes: one every few seconds, one for each evaluation and checkpoint."""
+"""Training progress as plain lines, for logs and pipes: one every few seconds, one per evaluation and checkpoint."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def introduction(start: Start) -> str:
     """Return what is trained, on what, in two lines."""
     model, train = start.config.model, start.config.train
     where = start.device if start.processes == 1 else f"{start.processes} processes ({start.device})"
-    begin = "training" if start.first == 0 else f"going on after step {start.first:,}"
+    begin = "training" if start.first == 0 else f"resuming after step {start.first:,}"
     return (
         f"{begin}: {start.parameters / 1e6:,.1f}M parameters, {model.positions}, at {model.train_length:,} tokens, "
         f"on {where}, into {start.out}\n"
@@ -92,4 +92,4 @@ def conclusion(outcome: Outcome) -> str:
     """Return how it ended, and where the result is."""
     if outcome.finished:
         return f"done after {outcome.step:,} steps; the model is {outcome.checkpoint / 'model.safetensors'}"
-    return f"stopped after step {outcome.step:,}, saved as {outcome.checkpoint}; the same command goes on from there"
+    return f"stopped after step {outcome.step:,}, saved as {outcome.checkpoint}; the same command resumes from there"

@@ -1,4 +1,4 @@
-"""Training as a live view on a terminal: progress, loss and its course, speed, validation at each length, time left."""
+"""Training as a live view on a terminal: progress, loss curve, tokens/s, validation at each length, time left."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Live(Watcher):
 
 
 def course(values: list[float], columns: int) -> str:
-    """Return numbers as a row of bars, the lowest a thin one; each column is the mean of its share of them.
+    """Return numbers as a row of bars, the lowest a thin one; each column is the mean of its part of them.
 
     A column that is not finite is left blank: the run is about to say so, and stop.
     """

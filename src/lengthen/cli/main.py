@@ -1,4 +1,4 @@
-"""`lengthen VERB …`: finds the verb, runs it, and turns errors that a person can mend into one clear line.
+"""`lengthen VERB …`: finds the verb, runs it, and prints errors that the user can fix as one line.
 
 A verb is a module of this folder with a dataclass `Arguments` (its flags, each with a comment as help) and
 `run(arguments)`, which returns the exit status; its docstring is the long help, examples included. Help needs no torch:
@@ -19,15 +19,15 @@ from typing import NoReturn
 from lengthen import __version__
 
 VERBS = {
-    "demo": "train six methods short, test them long, and show it: a few minutes",
+    "demo": "train six position methods short, test them long, write a report: a few minutes",
     "prepare": "turn text into token shards",
     "train": "train a model from a preset and token shards",
-    "eval": "measure perplexity at any length, how far a model can be stretched, and what it finds in long texts",
-    "analyse": "look inside: resolution, loss by position, reach, attention by distance, induction, LongPPL",
-    "generate": "let a model write: text as its tokens come, from a cache of any policy",
-    "serve": "let programs and people use a model: OpenAI's completions interface, and a page",
-    "report": "put runs on one page: curves, tables, how each number was made",
-    "export": "write a model as a folder that Hugging Face's transformers opens",
+    "eval": "measure perplexity at any length, the longest length that holds, and long-context tasks",
+    "analyse": "analyse a model: resolution, loss by position, reach, attention by distance, induction, LongPPL",
+    "generate": "generate text, streamed, with any cache policy",
+    "serve": "serve a model: OpenAI's completions API, and a web page",
+    "report": "write an HTML report of runs: curves, tables, how each number was measured",
+    "export": "export a model to a Hugging Face folder",
 }
 
 MODULES = {"eval": "evaluate"}  # where a verb's name would hide one of Python's own

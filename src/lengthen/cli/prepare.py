@@ -4,8 +4,8 @@ Sources are text files, JSON lines (.jsonl), parquet, each also as .xz, .gz, .zs
 Face datasets on disk (`save_to_disk`). Without any, the source of this Python's standard library is used: real, long
 documents, and no download.
 
-A run that was stopped goes on where it stopped when it is given again. A corpus that is already there is left as it is
-if sources and settings are the same, and is refused if they are not, unless --force is given.
+An interrupted run resumes when the same command is given again. An existing corpus made from the same sources and
+settings is kept; one made from others is an error, unless --force replaces it.
 
 Examples:
   lengthen prepare -o data/python                                    the standard library, as bytes
@@ -13,7 +13,7 @@ Examples:
       --tokenizer bpe --vocab-size 16384                             documents between NUL bytes; a BPE trained on them
   lengthen prepare wiki.train.txt --validation wiki.valid.txt \\
       --split-before '^ = [^=].* = $' -o data/wiki                   a document begins at each title line
-  lengthen prepare texts/ --tokenizer gpt2/tokenizer.json -o data/t  a folder, with somebody else's tokenizer
+  lengthen prepare texts/ --tokenizer gpt2/tokenizer.json -o data/t  a folder, with an existing tokenizer
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OWN = ("out", "sources", "default", "validation", "separator")  # the other argu
 
 @dataclass(frozen=True)
 class Arguments:
-    """What `lengthen prepare` is told; none: the default that `lengthen.data.prepare` has."""
+    """Arguments of `lengthen prepare`; none: the default of `lengthen.data.prepare`."""
 
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]  # the folder to make
     sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE …]")] = ()
@@ -62,7 +62,7 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> int:
-    """Prepare, with progress; end with what was made and what comes next."""
+    """Prepare, with progress; print a summary and the next command."""
     from lengthen.data import prepare
 
     if arguments.default and arguments.sources:

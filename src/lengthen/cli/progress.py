@@ -4,8 +4,8 @@
         for done in …:
             progress("tokenising", done, total)
 
-The stage's name, what is done and what there is to do; a total of 0 is one that is not known. Calls may be as many as
-one likes: most of them return at once.
+Arguments are the stage's name, the amount done and the total; a total of 0 means unknown. Calls are cheap: most of them
+return at once.
 """
 
 from __future__ import annotations

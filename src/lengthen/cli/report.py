@@ -1,10 +1,10 @@
-"""Make one page of one or many runs: perplexity against length, one curve per method, and how each number was made.
+"""Write an HTML report of one or more runs: perplexity by length, analyses, tasks, and how each number was measured.
 
 The page is a single HTML file that loads nothing from elsewhere: it can be mailed, printed and read on a phone. It
-opens with how far each model holds, and shows what `lengthen eval` and `lengthen analyse` left in the runs' folders.
-The curves of the ALiBi and LEX papers can be laid beside its own. A run without measurements is left out, with a note.
+opens with the longest length that each model holds, and shows the results of `lengthen eval` and `lengthen analyse`.
+The curves of the ALiBi and LEX papers can be overlaid. A run without measurements is left out, with a note.
 
---csv writes every number as it was measured. --figures saves the same figures for a paper. The charts need Altair and
+--csv writes every number. --figures saves the same figures for a paper. The charts need Altair and
 vl-convert (pip install altair vl-convert-python).
 
 Examples:
@@ -25,7 +25,7 @@ import tyro
 
 @dataclass(frozen=True)
 class Arguments:
-    """What `lengthen report` is told."""
+    """Arguments of `lengthen report`."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN …")]
     """Folders of runs that `lengthen eval` has measured."""

@@ -1,4 +1,4 @@
-r"""Let programs and people use a model: OpenAI's completions interface, and a page to try it, on this machine.
+r"""Serve a model on this machine: OpenAI's completions API, and a web page to try it.
 
   lengthen serve runs/tiny                                         http://127.0.0.1:8000; Ctrl-C ends it
   lengthen serve runs/tiny --port 9000 --cache reach --mode certified --max-context 100000
@@ -6,11 +6,11 @@ r"""Let programs and people use a model: OpenAI's completions interface, and a p
   curl http://127.0.0.1:8000/v1/completions -H "content-type: application/json" \
        -d '{"prompt": "def main(", "max_tokens": 100, "temperature": 0.8, "stream": true}'
 
-Requests that are there together are decoded together, and each gets what it would get alone. One that asks for too much
-is refused with the limit that it met. A client that leaves frees its place. docs/generation.md has the parameters.
+Concurrent requests are batched, and each gets the same result as alone. One over a limit is refused, with the limit
+named. When a client disconnects, its request is cancelled. docs/generation.md has the parameters.
 
-It listens to this machine alone unless --host names another address. There is no password: whoever reaches it can use
-it. It needs starlette and uvicorn (pip install starlette uvicorn).
+It listens on the loopback address unless --host names another. There is no authentication: anyone who can reach it can
+use it. It needs starlette and uvicorn (pip install starlette uvicorn).
 """
 
 from __future__ import annotations
@@ -39,21 +39,23 @@ FRACTION = 4  # of the memory beside the model, 1 in so many is for caches: stor
 
 @dataclass(frozen=True)
 class Arguments:
-    """What `lengthen serve` is told."""
+    """Arguments of `lengthen serve`."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]  # a run's folder, or one checkpoint's
-    host: str = "127.0.0.1"  # the address to listen at
-    port: int = 8000  # 0: any that is free
+    host: str = "127.0.0.1"  # the address to listen on
+    port: int = 8000  # 0: any free one
     name: str | None = None  # of the model; none: the folder's
-    max_context: int | None = None  # tokens of a prompt and its continuation; none: 16,384, or what the model can
-    max_sequences: int = 64  # decoded at once
-    max_waiting: int = 256  # prompts that wait for a place; more are refused
-    max_body: int = 1 << 20  # bytes of a request
-    cache: Literal["full", "window", "reach"] = "full"  # what is kept of the past
-    mode: Literal["exact", "certified"] = "exact"  # of reach: far keys in host memory, or given up with a bound
-    tolerance: float | None = None  # fraction of a row's mass that may stay unread; none: what rounding hides
-    window: int | None = None  # tokens see so many, themselves included; none: all before them
-    block: int | None = None  # blockwise causal attention with blocks of so many tokens
+    max_context: int | None = None  # tokens of a prompt and its continuation; none: 16,384, or the model's limit
+    max_sequences: int = 64  # sequences decoded at once
+    max_waiting: int = 256  # prompts that may wait; more are refused
+    max_body: int = 1 << 20  # largest request, in bytes
+    cache: Literal["full", "window", "reach"] = "full"  # which keys and values are kept
+    mode: Literal["exact", "certified"] = (
+        "exact"  # of reach: far keys go to host memory, or are dropped with an error bound
+    )
+    tolerance: float | None = None  # softmax mass of a row that may stay unread; none: half a unit in the last place
+    window: int | None = None  # sliding window: tokens that each token sees, itself included; none: all
+    block: int | None = None  # blockwise causal attention with blocks of this many tokens
     chunk: int = 512  # tokens of prompts that are read at once
     data: Path | None = None  # token shards with the tokenizer; none: those that the model was trained on
     checkpoint: Literal["last", "best"] = "last"  # which of a run's checkpoints
@@ -92,7 +94,10 @@ def run(arguments: Arguments) -> int:
         names = (*LOOPBACK, arguments.host) if is_loopback(arguments.host) else None
         app = application(Service(engine, tokenizer, name, arguments.max_body), names)
         if names is None:
-            print(f"--host {arguments.host}: whoever reaches this address can use the model", file=sys.stderr)
+            print(
+                f"--host {arguments.host}: no authentication: anyone who can reach this address can use the model",
+                file=sys.stderr,
+            )
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         print(f"serving {name} at http://{host}:{door.getsockname()[1]}; Ctrl-C ends it", flush=True)
         Server(app, engine).run(sockets=[door])

@@ -7,8 +7,8 @@
   torchrun --nproc-per-node 8 -m lengthen train configs/xl.toml --data data/books
 
 Any key of the file can be given as --section.key VALUE; --model.position_options.NAME VALUE is an option of the
-position method. A run that was stopped, in whatever way, resumes when the same command is given again. Everything is in
-its folder: config.toml, metrics.jsonl, and checkpoints/step-…/model.safetensors, which needs nothing else to be used.
+position method. A run that was interrupted resumes when the same command is given again. Its folder holds config.toml,
+metrics.jsonl, and checkpoints/step-…/model.safetensors, which alone is enough to use the model.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class DraftModel(configs.ModelConfig):
     """The shape of a transformer."""
 
     def __post_init__(self) -> None:
-        """Check nothing: that needs every key, and torch, which help does not wait for."""
+        """Check nothing yet: a check needs every key, and torch, which --help does not import."""
 
 
 @dataclass(frozen=True)
 class Draft(configs.Config):
-    """The config while its keys come together, from the file and from the words."""
+    """The unchecked config while it is assembled from the file and the command line."""
 
     model: DraftModel
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What `lengthen train` is told: the file, every key of it, and where and how it runs."""
+    """Arguments of `lengthen train`: the config file, each of its keys, and where and how to run."""
 
     config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]  # a preset's name, or a TOML file
     keys: Annotated[Draft, tyro.conf.FlagConversionOff, tyro.conf.arg(name="")]
@@ -61,7 +61,7 @@ class Arguments:
     tensorboard: bool = False  # the same as --log.tensorboard true
     plain: bool = False  # plain lines, even on a terminal
     verify: bool = False  # compare every file of the corpus with its checksum, not only those that changed
-    force: bool = False  # try what seems to need more memory than there is
+    force: bool = False  # start even if the estimate says that memory is too small
 
     def resolved(self) -> configs.Config:
         """Return the config, checked."""
@@ -93,7 +93,7 @@ def _joined(words: list[str]) -> list[str]:
 
 
 def _draft(path: Path | None, options: dict[str, Any]) -> Draft:
-    """Return what a file holds, and the position method's options; sizes that it does not hold are to be given."""
+    """Return the config of a file, and the position method's options; sizes missing from the file must be given."""
     table = io.read_toml(path, dict) if path else {}
     sizes = dict.fromkeys(("layers", "width", "heads", "train_length"), 1)
     given = table.get("model", {})
@@ -106,7 +106,7 @@ def _draft(path: Path | None, options: dict[str, Any]) -> Draft:
 
 
 def run(arguments: Arguments) -> int:
-    """Train, and say where the result is and what comes next."""
+    """Train; print where the result is and the next command."""
     from lengthen.training import train, world
 
     config = arguments.resolved()

@@ -2,8 +2,8 @@
 
 Of the tokens chosen, 80 % become the mask token, 10 % a random token, 10 % stay: so the model cannot rely on a token
 being right because it is not masked. What happens to a token depends on the seed and on a number of its own: its place
-in the text where a text is scored, so that the same tokens are hidden however it is cut; a count that goes on over the
-steps in training, so that each epoch hides others.
+in the text where a text is scored, so that the same tokens are hidden however it is cut; a count that continues over
+the steps in training, so that each epoch hides others.
 """
 
 from __future__ import annotations

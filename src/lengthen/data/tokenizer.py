@@ -2,7 +2,7 @@
 
     bytes   ids 0 … 255 are the bytes of UTF-8, 256 is <|end|>, 257 is <|mask|>; it needs no file and no package
     bpe     byte-level BPE trained on the corpus, with the same two special tokens
-    json    somebody else's tokenizer.json; its end and mask tokens are looked for under their usual names
+    json    an existing tokenizer.json; its end and mask tokens are found by their usual names
 
 Text is text: a document that holds the characters `<|end|>` gets the ids of these characters, never the special
 token, or any page about tokenizers would break documents in two.

@@ -179,7 +179,7 @@ def measure(
 ) -> Tally:
     """Score stretches of a text, as `score` does.
 
-    `partial` is a file where the tally is kept every few seconds; a call with the same `name`, of JSON's types, goes on
+    `partial` is a file where the tally is kept every few seconds; a call with the same `name`, of JSON's types, resumes
     from it.
     """
     total = sum(count for _, count in stretches)

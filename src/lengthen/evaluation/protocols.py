@@ -10,8 +10,8 @@
 The text is read as it stands, one document after the other; or, with `per_document`, each document from its own start
 and only its first `per_document` tokens (the LEX paper: the first 4,096 of arXiv articles).
 
-Tokens are counted as targets: a text of N + 1 tokens has N, the first being nobody's target. Whatever the protocol,
-every target is scored exactly once.
+Tokens are counted as targets: a text of N + 1 tokens has N, since the first token is never predicted. Every protocol
+scores every target exactly once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Results of evaluations: each number with all that says how it was made; a file of JSON lines that only grows."""
+"""Results of evaluations, each with how it was measured: an append-only file of JSON lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint on a text at many lengths, under one or several protocols: results as they come, none made twice."""
+"""Score a checkpoint at many lengths, under one or several protocols; existing results are not measured again."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def evaluate(
     """Score under each protocol, shortest first, and return all results; those that are there are not made again.
 
     Results are appended to `evaluation.jsonl` in the subject's folder as they come. A measurement that is interrupted
-    goes on where it was. `precision` is "auto", "float32" or "bfloat16", see `lengthen.model.score`.
+    resumes. `precision` is "auto", "float32" or "bfloat16", see `lengthen.model.score`.
     """
     chosen = sorted(protocols, key=lambda one: (one.length, one.name))
     if not chosen:

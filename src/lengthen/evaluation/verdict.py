@@ -1,7 +1,7 @@
-"""How far a model can be stretched, from its perplexities at several lengths under one protocol.
+"""How far a model extrapolates, from its perplexities at several lengths under one protocol.
 
 It holds to N tokens if no length from the training length up to N has a perplexity more than 2 % above that at the
-training length. The differences are paired over the same tokens, and told with their standard errors. A model whose
+training length. Differences are paired over the same tokens and given with their standard errors. A model whose
 perplexity at the training length is not below that of the text's unigram distribution may be flat at any length, but
 has learned nothing.
 """

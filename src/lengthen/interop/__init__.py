@@ -1,1 +1,1 @@
-"""Models and tools of others: Hugging Face checkpoints in and out, this attention inside `transformers`, lm-eval."""
+"""Hugging Face models: load and export them, use this attention inside `transformers`; lm-evaluation-harness."""

@@ -1,4 +1,4 @@
-"""What a config.json asks for, key by key: what nobody understood is refused, never passed over in silence."""
+"""Read a config.json key by key: an unknown key is refused, never ignored."""
 
 from __future__ import annotations
 

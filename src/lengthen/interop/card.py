@@ -1,4 +1,4 @@
-"""The model card of an exported model: what it is, how it is opened, and how far it was measured to stretch."""
+"""The model card of an exported model: what it is, how to load it, and its perplexity by length."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ def card(subject: Subject, architecture: Architecture, measured: list[Result], n
     """Return README.md."""
     config, own = subject.model.config, isinstance(architecture, Own)
     library = "lengthen" if own else "transformers"
-    first = (
-        "import lengthen.interop.huggingface  # pip install lengthen: it registers the architecture\n" if own else ""
-    )
+    first = "import lengthen.interop.huggingface  # the package lengthen; registers the architecture\n" if own else ""
     lines = [
         f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags:\n- lengthen\n- {config.positions}\n---",
         f"# {name}",
@@ -26,7 +24,7 @@ def card(subject: Subject, architecture: Architecture, measured: list[Result], n
         f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
         'ids = tokenizer("The", return_tensors="pt")\n'
         "print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))\n```",
-        "## How far it stretches",
+        "## Perplexity by length",
         *(_measured(measured) if measured else ["Not measured: `lengthen eval` measures it."]),
         f"Written by lengthen {__version__}.",
     ]

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from lengthen.config import ModelConfig
-from lengthen.evaluation import open_run
 from lengthen.interop import folder as folders
 from lengthen.interop.architectures import find
 from lengthen.model import Transformer
@@ -44,6 +43,8 @@ def load(
     elif folders.is_one(place):
         model = load_folder(place, device, position_options)
     else:
+        from lengthen.evaluation import open_run  # here, since it needs numpy, and `import lengthen` torch alone
+
         model = open_run(place, device=device, position_options=position_options).model
     return model if dtype is None else model.to(dtype)
 

@@ -1,9 +1,9 @@
-"""New tokens from a model: prompts of any lengths together, several samples of each, sequences that end when they end.
+"""Batched generation: prompts of different lengths, several samples of each; finished sequences leave the batch.
 
-Prompts are read once, in chunks, into a cache (`lengthen.attention.cache`), left-padded to one length; nobody sees the
-padding. Then every step reads one token of each sequence that goes on. A sequence that ends frees its row. What a
-prompt gives does not depend on the others of its batch: positions count from its own first token, and it draws its
-random numbers from a generator of its own.
+Prompts are read once, in chunks, into a cache (`lengthen.attention.cache`), left-padded to one length; padding is
+masked. Then every step reads one token of each unfinished sequence. A sequence that ends frees its row. The output for
+a prompt does not depend on the rest of its batch: positions count from its own first token, and its random numbers come
+from a generator of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Prompts = Tensor | Sequence[Tensor | Sequence[int]]
 
 @dataclass(frozen=True)
 class Step:
-    """One step: the new token of each sequence that was going on, and which of them ended with it."""
+    """One step: the new token of each unfinished sequence, and which of them ended with it."""
 
     tokens: dict[int, int]  # by the sequence's number: prompt · samples + sample
     ended: dict[int, str]  # "stop": at a stop token, which is not among the tokens, or as `until` says; "length"
@@ -41,11 +41,11 @@ class Step:
 
 @dataclass
 class Generated:
-    """What a call generated: the new tokens of each sequence, why it ended, and what the cache has to say."""
+    """Generated tokens of each sequence, why each ended, and the cache's bound and size."""
 
     tokens: list[list[int]]
     ended: list[str]
-    bound: float = 0.0  # no row of attention left a larger fraction of its mass unread
+    bound: float = 0.0  # the largest fraction of softmax mass that any row left unread
     cache_bytes: int = 0  # on the device, at the most
 
 
@@ -103,7 +103,7 @@ def stream(
 
 
 def generator(seed: int, sample: int) -> Random:
-    """Return where a sequence draws its random numbers from: its prompt's seed, and which of the samples it is."""
+    """Return the random generator of a sequence, from its prompt's seed and the sample's number."""
     return Random(f"{seed}, sample {sample}")
 
 

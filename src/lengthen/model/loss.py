@@ -4,8 +4,8 @@
 
 131,072 tokens with a vocabulary of 50,000 would be 26 GB of float32 logits, and as much again for their gradient.
 Here a chunk's logits become its losses and then, in the same memory, their gradient, which is multiplied out into the
-gradients of the hidden states and of the weight at once. So the backward pass has nothing left to do but to scale
-them, and no product is computed twice.
+gradients of the hidden states and of the weight at once. So the backward pass only scales them, and no matmul is
+computed twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much memory there is, and how much a cache takes of it: what cannot fit is refused before it begins."""
+"""Available memory, and the memory of a cache: what cannot fit is refused before generation starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def available(device: torch.device) -> int:
 
 
 def size(count: int) -> str:
-    """Return a number of bytes as a person says it."""
+    """Return a number of bytes for reading, in MB or GB."""
     for unit, scale in (("TB", 10**12), ("GB", 10**9)):
         if count >= scale:
             return f"{count // scale:,} {unit}"

@@ -2,7 +2,7 @@
 
 In this order: repetition penalty (Keskar et al., 2019, arXiv 1909.05858), temperature, top_k, top_p (Holtzman et al.,
 2020, arXiv 1904.09751), min_p (Nguyen et al., 2024, arXiv 2407.01082). Each sequence draws from a generator of its own,
-one number per token, so what it draws does not depend on the other sequences of a batch.
+one number per token, so its samples do not depend on the other sequences of a batch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Steps of one new token of each sequence. On a GPU the host is slower than the kernels of a step: a CUDA graph replays
-them where each step is the same work (`lengthen.attention.static`).
+"""Decoding steps of one token per sequence. On a GPU the host is slower than the kernels of a step, so a CUDA graph
+replays them where every step launches the same kernels (`lengthen.attention.static`).
 """
 
 from __future__ import annotations

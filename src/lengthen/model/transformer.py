@@ -1,4 +1,4 @@
-"""The transformer: a stack of blocks that is blind to which position method it has.
+"""The transformer: a stack of blocks, independent of the position method.
 
     x = embed(ids)                                  [batch, length, width], with positions added by methods that do so
     x = x + attention(norm(x));  x = x + feed_forward(norm(x))          in each block (`Block` has the other forms)

@@ -1,7 +1,7 @@
 """A model as one file: its weights and its config in safetensors. Nothing is unpickled to load it.
 
-Files of tensors are written and read one tensor at a time, so a model that is cut over processes, or an optimizer with
-twice its size, never stands whole in one process's memory.
+Files of tensors are written and read one tensor at a time, so a sharded model, or an optimizer state of twice its
+size, is never whole in one process's memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Several methods in one model, each in a place of its own: rotary with ALiBi, sinusoidal with T5's bias.
+"""Several methods in one model, each in its own place: rotary with ALiBi, sinusoidal with T5's bias.
 
 Each of the four places (embed, rotate, decay, bias) is taken at most once. Which ones a method takes is read
 off its class, so a method of one's own needs no entry anywhere.
@@ -27,7 +27,7 @@ TWICE = {
 
 
 def compose(*methods: PositionMethod) -> PositionMethod:
-    """Return one method that does what all of these do, or say which two stand in each other's way."""
+    """Return one method that does what all of these do, or raise an error that names two that conflict."""
     if not methods:
         raise ValueError("compose: expected at least one method, got none")
     for method in methods:

@@ -42,7 +42,7 @@ class Kerple(PositionMethod):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Spread the heads evenly, steepest first: the share s = 1 … 1/heads gives r₁ and r₂.
+        """Spread the heads evenly, steepest first: s = 1 … 1/heads gives r₁ and r₂.
 
         For the log, r₁ = 2s and r₂ = s, which fill (0, 2] and (0, 1], where the paper draws them at random.
         For the power, r₁ = r₂ = s, so that no head begins steeper than −d: the paper's range for r₂ goes on

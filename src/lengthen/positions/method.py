@@ -5,9 +5,9 @@
     decay     rates[f]^|i − j| on each feature     inside the attention op     xPos
     bias      a function of i − j on each score    inside the attention op     ALiBi, T5, Kerple, Sandwich
 
-The rest of a model is blind to which method it has: it asks for the method at the positions of a forward pass (`at`),
-an object that applies itself to embeddings and projections, and holds the op's arguments. One module serves every
-layer, so what is learned here is shared by them.
+The rest of a model does not depend on the method: once per forward pass it calls `at(positions)`, which returns an
+object that applies the method to embeddings and projections and holds the op's bias and decay. One module serves every
+layer, so learned parameters are shared by all layers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Placed:
 
 
 class PositionMethod(nn.Module):
-    """A way to tell a transformer where its tokens stand; this base class tells it nothing.
+    """Base class of position methods; it adds no position information itself.
 
     Numbers that are fixed (slopes, frequencies) are not buffers, because `module.to(torch.bfloat16)` would
     round them: they are computed where they are needed, in float32 at least, on the module's device. Learned
@@ -71,7 +71,7 @@ class PositionMethod(nn.Module):
         self.heads = whole_number("heads", heads, at_least=1)
         self.head_dim = whole_number("head_dim", head_dim, at_least=1)
         self.width = whole_number("width", width, at_least=1)
-        # An empty tensor that `module.to(device)` moves: so a method without parameters knows where it is.
+        # An empty buffer that `module.to(device)` moves: the device of a method without parameters.
         self.register_buffer("_here", torch.empty(0), persistent=False)
         self._kept: Any = None  # what a method remembers between calls; never copied or saved with it
 
@@ -105,7 +105,7 @@ class PositionMethod(nn.Module):
         return x
 
     def decay(self) -> Decay | None:
-        """Return how much of each feature's share of a score is left after one position, or None."""
+        """Return the factor per position by which each feature's part of a score decays, or None."""
         return None
 
     def bias(self, max_distance: int) -> Bias | None:

@@ -3,9 +3,9 @@
     x_p[2i]     + amplitude · sin(p · base^(−2i/width))
     x_p[2i + 1] + amplitude · cos(p · base^(−2i/width))
 
-Defined at every position, and yet a model trained with it fails a few dozen positions past its training
-length. In the paper embeddings and sinusoids are both of size 1; here the embeddings of a new model are of size
-1/2, and so are these.
+Defined at every position, but a model trained with it fails a few dozen positions past its training length.
+In the paper embeddings and sinusoids are both of size 1; here the embeddings of a new model are of size 1/2, and so are
+these.
 """
 
 from __future__ import annotations

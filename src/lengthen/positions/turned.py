@@ -1,4 +1,4 @@
-"""Queries, keys and values from one projection, queries and keys turned by their angles: one pass each way on a GPU.
+"""Split a projection into q, k and v and rotate q and k: one fused kernel each for forward and backward on a GPU.
 
 Left to torch.compile, rotary embedding costs two passes over the gradients: one turns those of queries and keys back, a
 second joins the three into the projection's. Here each direction is one kernel (`turned_kernel.py`), which splits and

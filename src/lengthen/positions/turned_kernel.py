@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TOKENS, WARPS = 4, 4  # a program's share: enough bytes in flight, and few enough registers
+TOKENS, WARPS = 4, 4  # tokens per program: enough bytes in flight, few enough registers
 
 
 @triton.jit  # type: ignore[untyped-decorator]

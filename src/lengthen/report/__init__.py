@@ -1,6 +1,6 @@
 """Results → one page, tables and figures: what `lengthen report` is made of.
 
-    collect(paths) ──▶ Report ──┬──▶ write_html      one file that asks no other host for anything
+    collect(paths) ──▶ Report ──┬──▶ write_html      one self-contained file
                                 ├──▶ write_csv       every number, as it was measured
                                 └──▶ write_figures   SVG, PDF and PNG, from the charts of the page
 

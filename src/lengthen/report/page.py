@@ -1,4 +1,4 @@
-"""The page: one HTML file that holds its data, its style and its script, and asks no other host for anything.
+"""The page: one self-contained HTML file with its data, style and script; it loads nothing.
 
 Vega, which draws the charts, is bundled in by vl-convert. All that comes from runs' files is escaped. A content
 security policy lets the browser run this one script, without `eval`, and load nothing.

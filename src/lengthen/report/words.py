@@ -1,4 +1,4 @@
-"""What the page says in prose: what a section shows and how its numbers are made."""
+"""The text of the page: what each section shows and how its numbers are measured."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ABOUT = {
         "Tokens scored per second, forward passes alone, and the peak of memory beside the model, by length. Runs on "
         "other machines, or beside other work, are not comparable.",
     ),
-    "runs": ("Runs", "Every measurement, with all that says how it was made."),
+    "runs": ("Runs", "Every measurement, and how it was made."),
     "papers": ("The papers", "Their tables are data of the package, measured by their authors on their data."),
 }
 HOW = (

@@ -1,7 +1,6 @@
-"""Tokens into the pieces of an answer: text as soon as it is sure, logprobs beside it, and why a sequence ended.
+"""Turn tokens into the chunks of a response: text once it is final, logprobs, and the finish reason.
 
-A piece is what was not sent yet. An answer at once is the pieces of each choice put together, so that streaming and not
-gives the same.
+A chunk is the text not sent yet. A response without streaming is the chunks of each choice joined, with the same text.
 """
 
 from __future__ import annotations

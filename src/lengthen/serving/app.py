@@ -1,13 +1,13 @@
-"""The web part of `lengthen serve`: OpenAI's completions, the models, what the engine holds, and a page to try it.
+"""The web server of `lengthen serve`: OpenAI's completions, the model list, statistics, and a page to try it.
 
     POST /v1/completions    JSON, or server-sent events with "stream": true
     GET  /v1/models         the one model that there is
     GET  /stats             sequences, cache sizes and tokens so far
     GET  /                  page.html
 
-A web page of somebody else's cannot use it: only JSON is taken, which a browser does not post to another site without
-asking first, and no answer allows that; a request from a page of another origin is refused. On a loopback address it
-answers to the names of this machine alone, so that no other name can be made to point here.
+Pages of other origins cannot use it: only JSON is accepted, for which a browser sends a CORS preflight that is never
+allowed, and a request with another `Origin` is refused. On a loopback address only the host names of this machine are
+answered, against DNS rebinding.
 """
 
 from __future__ import annotations

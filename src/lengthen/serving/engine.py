@@ -1,11 +1,11 @@
-"""Many requests on one model: a thread that owns it reads their prompts and decodes them together; it knows no web.
+"""Continuous batching: one thread owns the model, prefills prompts and decodes them together. No web code here.
 
     submit(jobs) ──▶ waiting ──▶ a Batch reads its prompts, a chunk at a time ──▶ decodes, one token of each per step
 
-Between two steps jobs begin, end and leave. Those that wait together, with prompts of about one length, begin as one
-batch. Batches that decode are joined into one where that wastes little memory on padding (not with the policy "reach",
-whose heads have given up different keys). What a job gets does not depend on the others: its positions count from its
-own first token, and its random numbers are its own (lengthen.model.generation).
+Jobs start, end and are cancelled between two steps. Waiting jobs with prompts of similar length start as one batch.
+Decoding batches are joined where padding wastes little memory (not with the policy "reach", whose heads have evicted
+different keys). The output of a job does not depend on the others: its positions count from its own first token, and it
+has its own random generator (lengthen.model.generation).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Job:
     samples: int = 1
     stop: frozenset[int] = frozenset()  # tokens that end a sequence
     logprobs: int | None = None  # how many of the likeliest tokens are wanted, beside the token's own log-probability
-    gone: bool = False  # set it when nobody waits for it any more: its room is freed before the next step
+    gone: bool = False  # set it to cancel the job: its room is freed before the next step
 
     def __post_init__(self) -> None:
         whole_number("max_new_tokens", self.max_new_tokens, at_least=1)
@@ -340,7 +340,7 @@ class Engine:
                     job.fail(reason(problem))
 
     def _attempt(self, batch: Batch) -> None:
-        """Let a batch take a step; if it fails, its jobs fail, and the engine goes on."""
+        """Let a batch take a step; if it fails, its jobs fail, and the engine continues."""
         try:
             with torch.no_grad():
                 self._generated += batch.step()
@@ -357,7 +357,7 @@ class Engine:
                 continue
             try:
                 other.join(one)
-            except RuntimeError:  # no memory for a copy of both: they go on apart
+            except RuntimeError:  # no memory for a copy of both: they stay separate
                 return
             self.batches.remove(one)
 

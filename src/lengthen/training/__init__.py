@@ -1,13 +1,13 @@
 """Training: one command from text to a checkpoint, on a laptop or on many GPUs.
 
-../config.py   what a run is told
+../config.py   the settings of a run
 loop.py        the loop
 batches.py     what each step reads; masking.py is an encoder's task
 validation.py  the loss at the training length and beyond, while training
 schedule.py    the learning rate; optimizer.py is AdamW
 parallel.py    one process or many
 checkpoint.py  saving, whole or not at all
-log.py         JSON lines; events.py is for those who watch
+log.py         JSON lines; events.py has the callbacks
 """
 
 from lengthen.config import Config, load, presets

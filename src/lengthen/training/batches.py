@@ -33,7 +33,7 @@ def scoring(config: Config, corpus: Corpus, split: str = "validation") -> Task:
 
 @dataclass(frozen=True)
 class Work:
-    """One process's share of a step."""
+    """One process's part of a step."""
 
     ids: Tensor
     targets: Tensor
@@ -68,7 +68,7 @@ class Batches:
         self.hide = masking(config, corpus, config.train.seed)
 
     def of(self, step: int) -> Work:
-        """Return this process's share of a step, on its device."""
+        """Return this process's part of a step, on its device."""
         batch = self.windows.batch(step, self.here.rank, self.here.size)
         ids, targets = batch.ids, batch.targets
         if self.hide is not None:

@@ -9,8 +9,8 @@
 
 A checkpoint is written under a hidden name, forced to the disk, and renamed: what has its proper name is complete,
 whenever the process is killed. One is removed the other way round. What has another name than step-00000500, or does
-not hold these files, is not ours and is not removed. Nothing of a run but weights and AdamW's state needs saving: data,
-learning rate and random numbers are functions of the step.
+not hold these files, is not ours and is not removed. Only weights and AdamW's state need saving: data, lr and random
+numbers are functions of the step.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def newest_whole(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         else:
             return one, wrong
     if wrong:
-        raise ValueError(f"{folder}: expected a whole checkpoint to go on from, got none: {'; '.join(wrong)}")
+        raise ValueError(f"{folder}: expected a whole checkpoint to resume from, got none: {'; '.join(wrong)}")
     return None, []
 
 
@@ -256,7 +256,7 @@ def save(
         free = shutil.disk_usage(folder.parent).free / 1e6
         raise OSError(
             f"{final}: could not be written, with {free:,.1f} MB free on its disk now: {problem}; earlier "
-            "checkpoints are whole, and the same command goes on from the last of them"
+            "checkpoints are whole, and the same command resumes from the last of them"
         ) from problem
     return Checkpoint(final, state, _sums(final))
 

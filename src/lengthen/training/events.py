@@ -1,4 +1,4 @@
-"""What a run tells those who watch it: a live view, TensorBoard, a test. Every method is for a watcher to override."""
+"""Callbacks of a run: a live view, TensorBoard, a test. A `Watcher` overrides the methods that it needs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Outcome:
 
 
 class Watcher:
-    """Hears of everything on the first process; does nothing with it."""
+    """Callbacks, called on the first process; each does nothing by default."""
 
     def started(self, start: Start) -> None:
         """The model is built, a checkpoint read if there was one, and the first step is next."""
@@ -52,17 +52,17 @@ class Watcher:
         """A checkpoint is complete."""
 
     def said(self, text: str) -> None:
-        """Something a person should know."""
+        """A message for the user."""
 
     def ended(self, outcome: Outcome) -> None:
         """The run is over, or stopped, without an error."""
 
     def close(self) -> None:
-        """Nothing more will come, whatever the reason."""
+        """The last call, however the run ended."""
 
 
 class TensorBoard(Watcher):
-    """Writes losses, rates and speed for TensorBoard."""
+    """Writes loss, lr, grad_norm and tokens/s for TensorBoard."""
 
     def __init__(self, folder: Path) -> None:
         try:

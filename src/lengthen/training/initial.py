@@ -1,8 +1,8 @@
-"""A run that begins with the weights of another: a new optimizer, step 0, and perhaps another position method.
+"""Start a run from the weights of another (`--init`): new optimizer, step 0, perhaps another position method.
 
 What the two methods learn may differ, and only that: a tensor that the new method does not have is dropped, one that
-the old did not have is initialised, and both are said. Everything else must fit, by name and shape, and the models must
-be alike in what no tensor shows (heads, norms, activations).
+the old did not have is initialised, and both are reported. Everything else must fit, by name and shape, and the models
+must be alike in what no tensor shows (heads, norms, activations).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def refuse_another(init: Init, resumed: Checkpoint) -> None:
     if begun is None or begun.sha256 != init.sha256:
         other = "without --init" if begun is None else f"with {begun.path}"
         raise FileExistsError(
-            f"--init: {resumed.path.parent} holds a run already, which began {other}, and it would go on from "
+            f"--init: {resumed.path.parent} holds a run already, which began {other}, and it would resume from "
             f"{resumed.path.name}; choose another --out"
         )
 

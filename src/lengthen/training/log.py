@@ -36,10 +36,10 @@ def read(path: str | Path) -> Iterator[Record]:
 
 
 class Log:
-    """Appends records to a file; each is in the system's hands before the next step begins."""
+    """Appends records to a file; each is flushed before the next step begins."""
 
     def __init__(self, path: Path, after: int) -> None:
-        """Open the log to go on after this many steps: what is said of later ones will be said again."""
+        """Open the log to resume after this many steps; records of later steps are dropped, to be written again."""
         if path.exists():
             io.write_lines(path, [record for record in read(path) if record["step"] <= after] if after >= 0 else [])
         self._file = path.open("a", encoding="utf-8")

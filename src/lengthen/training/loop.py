@@ -1,8 +1,8 @@
 """The training loop: from a config and a corpus to checkpoints, on one process or many.
 
 A step's data, learning rate and random numbers are functions of the step, so a run that was stopped at any moment and
-resumed takes the very steps that it would have taken. Losses are read from the device every few steps, and always
-before a checkpoint: what is saved was seen to be finite.
+resumed is the same as one never stopped: same batches, lr and dropout; bit-identical on CPU. Losses are read from the
+device every few steps, and always before a checkpoint, so a saved checkpoint had finite losses.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def train(
     init: str | Path | None = None,
     force: bool = False,
 ) -> Outcome:
-    """Train, or go on training, and return how it ended.
+    """Train, or resume training, and return how it ended.
 
     Args:
         config: the run; `config.model.vocab_size` holds the corpus' tokens, or is None and becomes their number.
@@ -58,11 +58,11 @@ def train(
         out: the run's folder: config.toml, metrics.jsonl, checkpoints/.
         here: this process among those of the run, from `parallel.world()`; None: the processes that torchrun started,
             or this one alone.
-        resume: "auto" goes on from the last whole checkpoint in `out`, "never" refuses a folder that has one, "step-15"
-            goes on from that checkpoint in `out`, a path from that checkpoint into an `out` that has none.
+        resume: "auto" resumes from the last whole checkpoint in `out`, "never" refuses a folder that has one, "step-15"
+            resumes from that checkpoint in `out`, a path from that checkpoint into an `out` that has none.
         watchers: told of every step, on the first process.
         init: a checkpoint or a model's file, whose weights the run begins with at step 0 (see initial.py).
-        force: try what seems to need more memory than there is.
+        force: start even if the estimate says that memory is too small.
     """
     with ExitStack() as stack:
         if here is None:
@@ -101,7 +101,9 @@ class _Run:
     ) -> None:
         self.config, self.corpus, self.out, self.here, self.stop = config, corpus, out, here, stop
         self.folder, self.watchers = out / "checkpoints", watchers
-        self.late = here.device.type != "cpu"  # a GPU's losses are read a while after: so it never runs out of work
+        self.late = (
+            here.device.type != "cpu"
+        )  # losses are read some steps late, so that the GPU's queue never runs empty
         self._refuse_what_does_not_fit()
         self.resumed, passed = chosen(self.folder, resume, here)
         for problem in passed:
@@ -169,7 +171,7 @@ class _Run:
         self.optimizer = adamw(self.core, config.optimizer)
 
     def _prepare_folder(self) -> None:
-        """Leave in the run's folder what this run goes on from, and open its log."""
+        """Prepare the run's folder for resuming, and open its log."""
         if not self.here.first:
             return
         checkpoints.sweep(self.folder)
@@ -182,7 +184,7 @@ class _Run:
             self.watchers = (*self.watchers, TensorBoard(self.out / "tensorboard"))
 
     def go(self) -> Outcome:
-        """Take all steps that are left."""
+        """Run the remaining steps."""
         config = self.config
         steps, every = config.train.steps, config.log.every
         self.tell("started", self._start())
@@ -199,7 +201,7 @@ class _Run:
             stopped = False
             if saves or evaluates or not self.late:
                 stopped = self._read(self.step)
-            elif self.step % every == 0:  # what was launched a while ago
+            elif self.step % every == 0:  # launched some steps ago
                 stopped = self._read(self.step - every)
                 if stopped:  # what is saved now was taken since
                     self._read(self.step)
@@ -214,7 +216,7 @@ class _Run:
         return self._end(True, saved)
 
     def _take(self, step: int, work: Work) -> None:
-        """Take one step; leave its numbers on the device."""
+        """Run one step; leave its metrics on the device."""
         config, here = self.config, self.here
         seed = config.train.seed + STEP_SEED * (step + 1) + RANK_SEED * here.rank
         torch.manual_seed(seed % (1 << 63))  # for dropout

@@ -11,10 +11,10 @@ from lengthen.model import Transformer
 def adamw(model: Transformer, config: OptimizerConfig) -> torch.optim.AdamW:
     """Return AdamW for a model.
 
-    Scales, biases and whatever a position method learns are not pulled to 0: there 0 is not the simplest value. (Of a
-    learned ALiBi slope it is the logarithm that is learned: 0 would be a slope of 1.) AdamW moves a number by about lr
-    per step, whatever its size. What a position method learns is of size 1, where a matrix has entries of some
-    hundredths: its steps are larger by `method_lr_factor`.
+    Norm scales, biases and the parameters of a position method get no weight decay: 0 is no natural value for them.
+    (ALiBi learns the logarithm of a slope: 0 would be a slope of 1.) AdamW moves a number by about lr per step,
+    whatever its size. The parameters of a position method are of size 1, where a matrix has entries of some
+    hundredths: their lr is larger by `method_lr_factor`.
     """
     decayed: list[torch.nn.Parameter] = []
     free: list[torch.nn.Parameter] = []

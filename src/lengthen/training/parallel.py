@@ -1,8 +1,8 @@
-"""One process or many, on PyTorch's own engine: what torchrun started, and how a model is spread over it.
+"""One process or many (torch.distributed): the processes that torchrun started, and how a model is sharded over them.
 
     replicate   every process holds the model, gradients are averaged (DistributedDataParallel)
-    shard       weights, gradients and optimizer are cut over all processes (FSDP2, `fully_shard`)
-    hybrid      cut within a node, replicated over nodes
+    shard       weights, gradients and optimizer state are sharded over all processes (FSDP2, `fully_shard`)
+    hybrid      sharded within a node, replicated over nodes
 
 One process alone needs none of it, and the rest of the loop does not ask which it is.
 """

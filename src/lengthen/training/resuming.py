@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it may."""
+"""Which checkpoint a run resumes from, and whether the config and corpus allow it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lengthen.training.parallel import World
 
 
 def chosen(folder: Path, resume: str, here: World) -> tuple[Checkpoint | None, list[str]]:
-    """Return the checkpoint to go on from, which the first process has verified, and why newer ones are not whole."""
+    """Return the checkpoint to resume from, verified by the first process, and why newer ones are not whole."""
     found, wrong = here.all_or_none(lambda: _decided(folder, resume) if here.first else (None, []))
     step = torch.tensor(-1 if found is None else found.step, dtype=torch.float64, device=here.device)
     number = int(here.sum(step if here.first else torch.zeros_like(step)).item())
@@ -41,7 +41,7 @@ def _decided(folder: Path, resume: str) -> tuple[Checkpoint | None, list[str]]:
     holds = f"--resume {resume}: {folder} holds a run already (its last checkpoint is {last})"
     if resume == "never":
         if there:
-            raise FileExistsError(f"{holds}; choose another --out, or go on with --resume auto")
+            raise FileExistsError(f"{holds}; choose another --out, or resume with --resume auto")
         return None, []
     path = place(folder, resume)
     if there and path.resolve().parent != folder.resolve():
@@ -52,7 +52,7 @@ def _decided(folder: Path, resume: str) -> tuple[Checkpoint | None, list[str]]:
 
 
 def refuse_other_run(resumed: Checkpoint, config: Config, corpus: Corpus) -> list[str]:
-    """Refuse to go on with another model, another corpus or fewer steps; return what else was changed."""
+    """Refuse to resume with another model, another corpus or fewer steps; return what else was changed."""
     saved = io.read_toml(resumed.path / checkpoints.CONFIG, Config)
     checkpoints.refuse_other_model(resumed.path, saved.model, config.model)
     if resumed.state.data != corpus.fingerprint:

@@ -1,4 +1,4 @@
-"""A run and the world around it: the signals that ask it to stop, and the folder that it has for itself."""
+"""Signals that stop a run, and the lock on its folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the two papers look at beside perplexity, one file each.
+"""Analyses of a trained model, one file each: resolution, loss by position, reach, attention by distance, …
 
     found = resolution.analyse(open_run("runs/tiny"), corpus, lengths=[64, 256], blockwise=True)
     write(Path("runs/tiny"), found)                       runs/tiny/analysis/resolution.json

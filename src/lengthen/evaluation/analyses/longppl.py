@@ -13,7 +13,8 @@ The long context of a token is its piece of the text up to it, as in `positions`
 tokens, `stride` apart, of which the last `stride` tokens are scored: K − stride + 1 to K tokens, K with a stride of 1.
 Tokens that stand less than K into their piece have no longer context than that, and are no candidates.
 
-A model that chooses its own key tokens chooses such as it predicts well. To compare models, give them one judge.
+A model that chooses its own key tokens favours those that it predicts well. To compare models, give all of them the
+same judge.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     … The number of bamiro is 48213. … The number of tokesu is 90551. … What is the number of tokesu? The number of
     tokesu is 90551
 
-Who finds numbers but not the key that belongs to each is right once in four.
+A model that finds the numbers but not which key each belongs to is right once in four.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 There are five keys, and each has ten values of its own: `?` digits, `!` letters a–j, `#` letters A–J, `$` k–t, `%` K–T.
 So a pair of a key and its value is one character: `7` tells that the value of `?` is 7, and `?7` asks and answers. A
-text gives a key one value. Dots are filler; no other text is used. Whoever answers must find the place where the value
-was told or last answered: there is no other way to do better than one in ten. (Keys and values as tokens of their own,
+text gives a key one value. Dots are filler; no other text is used. To do better than one in ten, a
+model must find the place where the value was given or last answered. (Keys and values as tokens of their own,
 `K7 … ?K7`, need two layers that learn together to look for each other: a small model had not learned it in several
 times as long.)
 

@@ -1,4 +1,4 @@
-"""Results of tasks: how many samples were right, by length and depth, with all that says how it was made."""
+"""Results of tasks: how many samples were right, by length and depth, and how they were measured."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ text fill what is left. So prompt and answer together have exactly the length th
 
 **The border.** Where a question ends and its answer begins, a tokenizer may have a token that spans both. Question and
 answer are encoded as one text, and the prompt ends at the last border where that agrees with the question's own tokens.
-The answer is what follows: tokens as the model has seen them, never halves of one.
+The answer is what follows, in tokens as the model has seen them in training.
 
 Random numbers come from `random.Random(seed).random()` alone, which Python promises never to change.
 """
