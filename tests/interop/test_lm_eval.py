@@ -144,7 +144,7 @@ def test_the_harness_own_model_of_the_exported_folder_says_the_same(run: Path, c
     pytest.importorskip("accelerate", reason="the harness needs it for models of transformers: pip install accelerate")
     from lm_eval.models.huggingface import HFLM
 
-    import lengthen.interop.huggingface  # noqa: F401: it registers the architecture
+    import lengthen.interop.huggingface  # noqa: F401 (registers the architecture)
 
     folder = export(open_model(run), tmp_path / "out", architecture="lengthen").folder
     how: dict[str, Any] = {"max_length": 32, "batch_size": 3, "device": "cpu"}
