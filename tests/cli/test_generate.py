@@ -86,7 +86,7 @@ def test_prompts_come_from_standard_input(model: str, capsys: Capture, monkeypat
         (["--stdin"], b"ab\xff", "--stdin: expected UTF-8, got the byte 0xff at 2"),
         (["--prompt", "a", "--stdin"], b"", "expected one of --prompt, --stdin and --interactive"),
         (["--temperature", "-1"], b"", "--temperature: expected at least 0"),
-        (["--tokens", "-1"], b"", "expected at least 0, got -1"),
+        (["--tokens", "-1"], b"", "--tokens: expected at least 0, got -1"),
         (["--cache", "window"], b"", "--cache: 'window' keeps what a mask can still see"),
         (["--window", "5", "--block", "5"], b"", "--window: expected one of --window and --block, got both"),
         (["--stop", ""], b"", "--stop: expected some text, got none"),

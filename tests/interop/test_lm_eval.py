@@ -23,7 +23,9 @@ from lengthen import Transformer
 from lengthen.config import from_table
 from lengthen.data import Corpus, prepare
 from lengthen.evaluation import open_run
+from lengthen.interop.export import export
 from lengthen.interop.lm_eval import LengthenLM
+from lengthen.interop.subjects import open_model
 from lengthen.training import World, train
 
 TEXT = "A fox and 12 crows sat on a wall. It is 300 years old. "
@@ -136,6 +138,23 @@ def test_generate_until(run: Path, model: Transformer, corpus: Corpus) -> None:
         for stop in [stops] if isinstance(stops, str) else stops:
             plain = plain.split(stop)[0]
         assert text == plain
+
+
+def test_the_harness_own_model_of_the_exported_folder_says_the_same(run: Path, corpus: Corpus, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="the harness needs it for models of transformers: pip install accelerate")
+    from lm_eval.models.huggingface import HFLM
+
+    import lengthen.interop.huggingface  # noqa: F401 (registers the architecture)
+
+    folder = export(open_model(run), tmp_path / "out", architecture="lengthen").folder
+    how: dict[str, Any] = {"max_length": 32, "batch_size": 3, "device": "cpu"}
+    theirs, ours = HFLM(str(folder), dtype="float32", **how), LengthenLM(str(folder), **how)
+    for mine, other in zip(*(lm.loglikelihood(ask("loglikelihood", *PAIRS)) for lm in (ours, theirs)), strict=True):
+        assert mine == (pytest.approx(other[0], abs=1e-4), other[1])
+    rolled = [lm.loglikelihood_rolling(ask("loglikelihood_rolling", (TEXT * 3,))) for lm in (ours, theirs)]
+    assert rolled[0] == pytest.approx(rolled[1], abs=1e-3)
+    asked = ("A fox", {"until": ["."], "max_gen_toks": 8, "do_sample": False})
+    assert len({lm.generate_until(ask("generate_until", asked))[0] for lm in (ours, theirs)}) == 1
 
 
 def test_sampling_has_a_seed_of_its_own_for_each_request(run: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from theirs import VOCABULARY, configured, make, saved
 
 import lengthen
+from lengthen.cli.main import main
 from lengthen.interop.architectures import UnknownArchitectureError
 
 KEYS: list[tuple[str, dict[str, Any], str]] = [
@@ -175,14 +176,64 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
         lengthen.load(tmp_path)
 
 
-def test_pickles_are_not_read(tmp_path: Path) -> None:
-    folder = saved(make("GPT2"), tmp_path)
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin: expected safetensors, got a pickle.*save_pretrained"):
+def pickle_weights(folder: Path, parts: int = 1) -> None:
+    """Write a folder's weights as earlier versions of transformers did."""
+    state = safetensors.torch.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    if parts == 1:
+        torch.save(state, folder / "pytorch_model.bin")
+        return
+    names = {name: f"pytorch_model-{number % parts}.bin" for number, name in enumerate(state)}
+    for file in set(names.values()):
+        torch.save({name: state[name] for name in names if names[name] == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_pickles_are_read_on_request_alone(tmp_path: Path, parts: int) -> None:
+    folder, ids = saved(make("GPT2"), tmp_path), torch.arange(9)[None]
+    expected = lengthen.load(folder)(ids)
+    pickle_weights(folder, parts)
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin.*: expected safetensors, got a pickle.*pickled=True"):
         lengthen.load(folder)
-    (folder / "pytorch_model.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"expected model\.safetensors or .*index\.json, got neither"):
-        lengthen.load(folder)
+    assert torch.equal(lengthen.load(folder, pickled=True)(ids), expected)
+    if parts == 1:
+        assert main(["export", str(folder), str(tmp_path / "new")]) == 1
+        assert main(["export", str(folder), str(tmp_path / "new"), "--pickled"]) == 0
+        assert torch.equal(lengthen.load(tmp_path / "new")(ids), expected)
+    next(folder.glob("*.bin")).unlink()
+    with pytest.raises(FileNotFoundError, match=r"expected model\.safetensors or|no such file: pytorch_model-"):
+        lengthen.load(folder, pickled=True)
+
+
+class Malice:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return Path.touch, (self.path,)
+
+
+def test_a_pickle_runs_no_code_and_is_checked(tmp_path: Path) -> None:
+    folder = saved(make("GPT2"), tmp_path / "model")
+    state = safetensors.torch.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    file, name = folder / "pytorch_model.bin", "transformer.ln_f.bias"
+    for held, message in (
+        ({**state, "more": Malice(tmp_path / "run")}, "expected tensors, and nothing else that is pickled, got"),
+        ([1, 2], "expected a table of tensors, got"),
+        ({**state, name: torch.zeros(7)}, rf"{name}: expected shape \[32\], got \[7\]"),
+        ({**state, name: torch.zeros(32, dtype=torch.int8)}, rf"{name}: expected F32 or .*, got int8"),
+    ):
+        torch.save(held, file)
+        with pytest.raises(ValueError, match=message):
+            lengthen.load(folder, pickled=True)
+    file.write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin: expected tensors"):
+        lengthen.load(folder, pickled=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_dtype_is_kept_or_given(tmp_path: Path) -> None:

@@ -143,8 +143,10 @@ def test_a_prefix_is_read_once_and_continued_in_many_ways(make: Make, cache: str
         found = model.generate(rest, 6, prefix=prefix)
         assert found.tokens == [expected(model, start + one, 6) for one in rest]
     assert prefix.cache.length == before
-    with pytest.raises(ValueError, match="prefix: it has a cache already"):
+    with pytest.raises(ValueError, match=r"prefix: it has a cache already.*expected no 'mask'"):
         model.generate([[1]], 6, prefix=prefix, mask=Window(4))
+    with pytest.raises(ValueError, match=r"prefix: it has a cache already.*expected no 'cache'"):
+        model.generate([[1]], 6, prefix=prefix, cache="reach")
     with pytest.raises(ValueError, match="prompts: expected one length"):
         model.generate([[1], [1, 2]], 6, prefix=prefix)
 

@@ -3,6 +3,7 @@
   lengthen export runs/tiny models/tiny
   lengthen export runs/tiny models/tiny --architecture lengthen      our own, even if another would do
   lengthen export models/pythia-70m models/again                     a folder of Hugging Face, read and written again
+  lengthen export models/old models/new --pickled                    the same of a pytorch_model.bin: now safetensors
 
 If an architecture of transformers can represent the model, it is written as that one and opens without this package:
 BLOOM or MPT with ALiBi, Llama, GPT-NeoX and others with rotary, GPT-2 with learned positions. Any other model keeps
@@ -32,6 +33,7 @@ class Arguments:
     data: Path | None = None  # token shards with the tokenizer; none: those that the model was trained on
     checkpoint: Literal["last", "best"] = "last"  # which of a run's checkpoints
     force: bool = False  # replace a folder that holds something
+    pickled: bool = False  # read a pytorch_model.bin too: tensors alone, no code of it is run
 
 
 def run(arguments: Arguments) -> int:
@@ -39,7 +41,7 @@ def run(arguments: Arguments) -> int:
     from lengthen.interop.export import export
     from lengthen.interop.subjects import open_model
 
-    subject = open_model(arguments.run, arguments.checkpoint)
+    subject = open_model(arguments.run, arguments.checkpoint, pickled=arguments.pickled)
     wanted, data = arguments.architecture, arguments.data
     made = export(subject, arguments.out, architecture=wanted, data=data, force=arguments.force)
     print(f"{made.folder}: {made.architecture}")

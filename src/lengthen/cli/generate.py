@@ -163,15 +163,18 @@ def write(model: Transformer, tokenizer: Tokenizer, prompt: str, arguments: Argu
         "cache",
         "mode",
     )
-    steps = model.stream(
-        [ids or [tokenizer.end_id or 0]],
-        arguments.tokens,
-        stop=[] if tokenizer.end_id is None else [tokenizer.end_id],
-        until=until,
-        mask=mask_of(arguments.window, arguments.block),
-        tolerance=arguments.tolerance,
-        **{name: getattr(arguments, name) for name in names},
-    )
+    try:
+        steps = model.stream(
+            [ids or [tokenizer.end_id or 0]],
+            arguments.tokens,
+            stop=[] if tokenizer.end_id is None else [tokenizer.end_id],
+            until=until,
+            mask=mask_of(arguments.window, arguments.block),
+            tolerance=arguments.tolerance,
+            **{name: getattr(arguments, name) for name in names},
+        )
+    except ValueError as problem:  # of the library, which calls it otherwise
+        raise ValueError(str(problem).replace("max_new_tokens:", "--tokens:", 1)) from None
     began, count, cache, status = time.monotonic(), 0, None, 0
     try:
         for step in steps:

@@ -1,12 +1,14 @@
 """A folder of Hugging Face: config.json, tokenizer.json, weights in one safetensors file or in several.
 
-Weights are read tensor by tensor, each checked by its name and shape before the first is read. Nothing is unpickled,
-and no code of a folder is run.
+Weights are read tensor by tensor, each checked by its name and shape before the first is read. Pickled ones
+(pytorch_model.bin) are read on request alone, by torch's loader of tensors, which runs no code of a file
+(`weights_only`). No code of a folder is run.
 """
 
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,11 +18,12 @@ import torch
 from torch import Tensor
 
 from lengthen import io
+from lengthen.checks import describe
 from lengthen.interop.architecture import Architecture, Place
 from lengthen.model.weights import LISTED, NAMES, TensorFile, opened
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 def is_one(path: Path) -> bool:
@@ -39,41 +42,82 @@ def read_config(folder: Path) -> dict[str, Any]:
     return table
 
 
-def files(folder: Path) -> list[Path]:
-    """Return the files of a folder's weights, in order."""
+def files(folder: Path, pickled: bool = False) -> list[Path]:
+    """Return the files of a folder's weights, in order; pickled ones only where they may be, and nothing else is."""
     if (folder / INDEX).is_file():
-        listed = io.read_json(folder / INDEX, dict).get("weight_map")
-        if not isinstance(listed, Mapping) or not listed or not all(isinstance(one, str) for one in listed.values()):
-            raise ValueError(
-                f"{folder / INDEX}: weight_map: expected a table of tensors and their files, got {listed!r}"
-            )
-        names = sorted(set(listed.values()))
-        strange = [name for name in names if Path(name).name != name]
-        missing = [name for name in names if not (folder / name).is_file()]
-        if strange or missing:
-            raise FileNotFoundError(
-                f"{folder / INDEX}: expected files of this folder, {len(names)} in all, got no such file: "
-                f"{(strange or missing)[0]}"
-            )
-        return [folder / name for name in names]
+        return _listed(folder, INDEX)
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
-    pickled = [name for name in PICKLED if (folder / name).is_file()]
-    if pickled:
+    there = [name for name in (PICKLED_INDEX, PICKLED) if (folder / name).is_file()]
+    if there and not pickled:
         raise ValueError(
-            f"{folder / pickled[0]}: expected safetensors, got a pickle, which may run any code and is not read; "
-            f"with transformers, AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(…) converts it"
+            f"{folder / there[0]}: expected safetensors, got a pickle, which is read on request alone: "
+            f"lengthen.load({str(folder)!r}, pickled=True), or `lengthen export {folder} DIR --pickled` to convert it"
         )
+    if there:
+        return [folder / PICKLED] if there[0] == PICKLED else _listed(folder, PICKLED_INDEX)
     raise FileNotFoundError(f"{folder}: expected {WEIGHTS} or {INDEX}, got neither")
 
 
+def _listed(folder: Path, index: str) -> list[Path]:
+    """Return the files that an index names."""
+    listed = io.read_json(folder / index, dict).get("weight_map")
+    if not isinstance(listed, Mapping) or not listed or not all(isinstance(one, str) for one in listed.values()):
+        raise ValueError(f"{folder / index}: weight_map: expected a table of tensors and their files, got {listed!r}")
+    names = sorted(set(listed.values()))
+    strange = [name for name in names if Path(name).name != name]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if strange or missing:
+        raise FileNotFoundError(
+            f"{folder / index}: expected files of this folder, {len(names)} in all, got no such file: "
+            f"{(strange or missing)[0]}"
+        )
+    return [folder / name for name in names]
+
+
+class PickledFile:
+    """A file of pickled tensors, with what a `TensorFile` has: mapped into memory, copied where it is read."""
+
+    def __init__(self, path: Path, device: str | torch.device) -> None:
+        self.path, self._device = path, device
+        mapped = zipfile.is_zipfile(path)  # not in the format of torch before 1.6
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        except Exception as problem:  # whatever a damaged or hostile file leads to
+            first = str(problem).strip().partition("\n")[0]
+            raise ValueError(f"{path}: expected tensors, and nothing else that is pickled, got: {first}") from None
+        if not isinstance(found, Mapping) or not all(isinstance(one, Tensor) for one in found.values()):
+            raise ValueError(f"{path}: expected a table of tensors, got {describe(found)}")
+        self._tensors: dict[str, Tensor] = dict(found)
+        self.names = list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of a tensor, as safetensors call it where it is one of floats."""
+        dtype = self._tensors[name].dtype
+        return NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor, copied to the device."""
+        return self._tensors[name].to(self._device, copy=True)
+
+
+AnyFile = TensorFile | PickledFile
+
+
 @contextmanager
-def opened_tensors(folder: Path, device: str | torch.device = "cpu") -> Iterator[dict[str, TensorFile]]:
+def opened_tensors(
+    folder: Path, device: str | torch.device = "cpu", pickled: bool = False
+) -> Iterator[dict[str, AnyFile]]:
     """Open all files of weights; give the file that each tensor is in."""
     with ExitStack() as stack:
-        where: dict[str, TensorFile] = {}
-        for path in files(folder):
-            file = stack.enter_context(opened(path, device))
+        where: dict[str, AnyFile] = {}
+        for path in files(folder, pickled):
+            safe = path.suffix == ".safetensors"
+            file = stack.enter_context(opened(path, device)) if safe else PickledFile(path, device)
             for name in file.names:
                 if name in where:
                     raise ValueError(
@@ -84,10 +128,10 @@ def opened_tensors(folder: Path, device: str | torch.device = "cpu") -> Iterator
 
 
 def read_tensors(
-    folder: Path, architecture: Architecture, places: list[Place], tied: bool, device: Any
+    folder: Path, architecture: Architecture, places: list[Place], tied: bool, device: Any, pickled: bool = False
 ) -> dict[str, Tensor]:
     """Return our tensors from the files of a folder, or say what is missing, of another shape, or too much."""
-    with opened_tensors(folder, device) as where:
+    with opened_tensors(folder, device, pickled) as where:
         names = _found(where, architecture, places)
         _refuse_others(folder, where, architecture, places, names, tied)
         return {
@@ -95,7 +139,7 @@ def read_tensors(
         }
 
 
-def _found(where: Mapping[str, TensorFile], architecture: Architecture, places: list[Place]) -> dict[str, str]:
+def _found(where: Mapping[str, AnyFile], architecture: Architecture, places: list[Place]) -> dict[str, str]:
     """Return the names that their tensors have in the files: some leave the first part out."""
     wanted = [name for place in places for name in place.theirs]
     found = {}
@@ -107,7 +151,7 @@ def _found(where: Mapping[str, TensorFile], architecture: Architecture, places: 
 
 def _refuse_others(
     folder: Path,
-    where: Mapping[str, TensorFile],
+    where: Mapping[str, AnyFile],
     architecture: Architecture,
     places: list[Place],
     names: Mapping[str, str],

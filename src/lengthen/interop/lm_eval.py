@@ -1,10 +1,10 @@
 """Models in EleutherAI's lm-evaluation-harness, under the name `lengthen`.
 
-    python -m lengthen.interop.lm_eval run --model lengthen --model_args path=runs/small,max_length=2048 --tasks piqa
+    lengthen-lm-eval run --model lengthen --model_args path=runs/small,max_length=2048 --tasks piqa
     lm_eval.simple_evaluate(model=LengthenLM("runs/small"), tasks=["piqa"])           from Python
 
-The harness knows only its own models by name, so its command is started from here, which adds this one; all its
-options stand. Nothing but what the tasks themselves load comes from the network.
+The harness knows only its own models by name, so its command is started from here (`python -m lengthen.interop.lm_eval`
+too), which adds this one; all its options stand. Nothing but what the tasks themselves load comes from the network.
 
 Requests are batched by length. Sequences are padded on the right, which a decoder's tokens do not see. A context that
 does not fit into `max_length`, the training length unless another is given, loses its beginning, as in the harness'

@@ -24,6 +24,7 @@ def load(
     device: str | torch.device = "cpu",
     position_options: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
+    pickled: bool = False,
 ) -> Transformer:
     """Return the model in a path, ready for use (`eval`).
 
@@ -36,12 +37,14 @@ def load(
         device: where its tensors go.
         position_options: over those that the model was trained with, where its weights fit them: rotary's scaling, say.
         dtype: of its weights; None: that of the file.
+        pickled: whether weights of Hugging Face may be a pickle (pytorch_model.bin), where there are no safetensors;
+            torch's loader of tensors reads it, which runs no code of the file.
     """
-    place = local(path)
+    place = local(path, pickled)
     if place.is_file():
         model = load_file(place, device, position_options)
     elif folders.is_one(place):
-        model = load_folder(place, device, position_options)
+        model = load_folder(place, device, position_options, pickled)
     else:
         from lengthen.evaluation import open_run  # here, since it needs numpy, and `import lengthen` torch alone
 
@@ -49,7 +52,7 @@ def load(
     return model if dtype is None else model.to(dtype)
 
 
-def local(path: str | Path) -> Path:
+def local(path: str | Path, pickled: bool = False) -> Path:
     """Return a path on this machine: the path itself, or where a model of the hub was downloaded to."""
     place, name = Path(path), str(path)
     if place.exists() or not HUB.fullmatch(name) or Path(name.partition("/")[0]).exists():
@@ -58,8 +61,9 @@ def local(path: str | Path) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         return place
+    patterns = ["*.safetensors", "*.json", *(["pytorch_model*.bin"] if pickled else [])]
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as problem:
         first = str(problem).strip().partition("\n")[0]
         raise FileNotFoundError(
@@ -68,13 +72,16 @@ def local(path: str | Path) -> Path:
 
 
 def load_folder(
-    folder: Path, device: str | torch.device = "cpu", position_options: Mapping[str, Any] | None = None
+    folder: Path,
+    device: str | torch.device = "cpu",
+    position_options: Mapping[str, Any] | None = None,
+    pickled: bool = False,
 ) -> Transformer:
     """Return the model in a folder of Hugging Face, in the dtype that its files have."""
     table, where = folders.read_config(folder), str(folder / folders.CONFIG)
     architecture = find(table, where)
     config: ModelConfig = architecture.read(table, where, position_options)
-    state = folders.read_tensors(folder, architecture, architecture.places(config), config.tied, device)
+    state = folders.read_tensors(folder, architecture, architecture.places(config), config.tied, device, pickled)
     with torch.device("meta"):
         model = Transformer(config)
     model.load_state_dict(state, assign=True)

@@ -37,10 +37,12 @@ USUAL_LENGTH = 2048  # trained at, where no key says it
 class Pretrained(Checkpoint):
     """A folder of Hugging Face in a checkpoint's place."""
 
+    pickled: bool = False  # whether its weights may be
+
     @property
     def weights(self) -> str:
         """A sha256 of the config and of all files of weights: what was measured is of these."""
-        sums = [sha256_of(path) for path in (self.path / folders.CONFIG, *folders.files(self.path))]
+        sums = [sha256_of(path) for path in (self.path / folders.CONFIG, *folders.files(self.path, self.pickled))]
         return hashlib.sha256("\n".join(sums).encode()).hexdigest()
 
 
@@ -50,12 +52,14 @@ def open_model(
     device: str | torch.device = "cpu",
     position_options: Mapping[str, Any] | None = None,
     tell: Callable[[str], None] | None = None,
+    pickled: bool = False,
 ) -> Subject:
     """Return the model of a run, a checkpoint, a folder of Hugging Face, or OWNER/NAME on its hub.
 
-    With `tell`, a causal model of any other architecture is one too, read by `transformers`: `tell` is told why.
+    With `tell`, a causal model of any other architecture is one too, read by `transformers`: `tell` is told why. With
+    `pickled`, weights of Hugging Face may be a pickle, as for `load`.
     """
-    place = local(path)
+    place = local(path, pickled)
     if not folders.is_one(place):
         return open_run(place, which, device, position_options)
     table, where = folders.read_config(place), str(place / folders.CONFIG)
@@ -67,13 +71,13 @@ def open_model(
         model: nn.Module = _other(place, table, device, problem)
         tell(f"read by transformers itself: {problem}")
     else:
-        model = load_folder(place, device, position_options)
+        model = load_folder(place, device, position_options, pickled)
     tokenizer = place / TOKENIZER if (place / TOKENIZER).is_file() else None
     state = State(step=0, data="", tokenizer=None if tokenizer is None else sha256_of(tokenizer))
     results = place if place == Path(path) else Path("runs") / str(path).replace("/", "--")
     results.mkdir(parents=True, exist_ok=True)
     config = Config(cast(ModelConfig, model.config), DataConfig(tokenizer="json"))
-    return Subject(cast(Transformer, model), Pretrained(place, state, {}), results, config, tokenizer)
+    return Subject(cast(Transformer, model), Pretrained(place, state, {}, pickled), results, config, tokenizer)
 
 
 def end_token(tokenizer: Path) -> str | None:

@@ -82,7 +82,8 @@ def stream(
         raise ValueError(f"seed: expected a number, or one for each of {len(given)} prompts, got {len(seeds)}")
     own = [name for name, value in cache.items() if value is not None and value != DEFAULT.get(name)]
     if prefix is not None and own:
-        raise ValueError(f"prefix: it has a cache already, made by model.prefix(…); expected no {own[0]!r}, got one")
+        named = "cache" if own[0] == "policy" else own[0]
+        raise ValueError(f"prefix: it has a cache already, made by model.prefix(…); expected no {named!r}, got one")
     if model.training and model.config.dropout:
         raise ValueError("model: expected one in eval mode (model.eval()), got one that drops features out")
     longest = max(map(len, given)) + (len(prefix.tokens) if prefix else 0) + max_new_tokens

@@ -53,6 +53,24 @@ def test_one_that_copies_is_right(name: str, text: Haystack) -> None:
     assert fraction(model, samples) == 1
 
 
+@pytest.mark.parametrize("name", [name for name in TASKS if name != "recall"])
+def test_one_that_knows_the_answers_is_right(name: str, text: Haystack) -> None:
+    """Whatever the task: each token of an answer is asked for where the one before it stands."""
+    samples = TASKS[name].samples(text, 400, DEPTHS, 5, seed=0)
+
+    def oracle(ids: Tensor) -> Tensor:
+        logits = torch.zeros(*ids.shape, text.tokenizer.vocab_size)
+        for row, line in enumerate(ids.tolist()):
+            one = next(one for one in samples if one.prompt == line[: len(one.prompt)])
+            for place, token in enumerate(one.answer, len(one.prompt) - 1):
+                logits[row, place, token] = 1
+        return logits
+
+    assert fraction(oracle, samples) == 1
+    wrong = Sample(samples[0].prompt, [*samples[0].answer[:-1], samples[0].answer[-1] ^ 1], samples[0].chance)
+    assert fraction(oracle, [wrong, *samples[1:]]) == 1 - 1 / len(samples)
+
+
 def test_one_that_does_not_see_it_is_at_chance(text: Haystack) -> None:
     """With a window of 120 the key is seen at the last depths alone; chance is one in 100,000."""
     model = Copier(text.tokenizer.vocab_size, window=120)
