@@ -1,8 +1,8 @@
 """Write a model as a folder that Hugging Face's transformers opens.
 
   lengthen export runs/tiny models/tiny
-  lengthen export runs/tiny models/tiny --architecture lengthen      our own, even if another would do
-  lengthen export models/pythia-70m models/again                     a folder of Hugging Face, read and written again
+  lengthen export runs/tiny models/tiny --architecture lengthen    # our own, even if another would do
+  lengthen export models/pythia-70m models/again                   # a folder of Hugging Face, read and written again
 
 If an architecture of transformers can represent the model, it is written as that one and opens without this package:
 BLOOM or MPT with ALiBi, Llama, GPT-NeoX and others with rotary, GPT-2 with learned positions. Any other model keeps
