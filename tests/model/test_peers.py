@@ -123,8 +123,8 @@ def test_against_llama(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = 500.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
 
     def angles(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        turned = (position_ids[..., None] * exact).repeat(1, 1, 2)
-        return turned.cos(), turned.sin()
+        rotated = (position_ids[..., None] * exact).repeat(1, 1, 2)
+        return rotated.cos(), rotated.sin()
 
     def norm(self: Any, x: Tensor) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * self.weight

@@ -83,15 +83,15 @@ def test_yarns_factor_can_be_given() -> None:
 
 @pytest.mark.parametrize("scaling", [{}, {"scaling": "yarn", "factor": 4.0, "original_length": 64}])
 @pytest.mark.parametrize("pairs", ["halves", "neighbours"])
-def test_a_part_is_turned_as_a_head_of_its_size(pairs: str, scaling: dict[str, Any]) -> None:
-    """The first pairs are turned as those of a head with rotary_dim features, and the rest is left as it is."""
+def test_a_part_is_rotated_as_a_head_of_its_size(pairs: str, scaling: dict[str, Any]) -> None:
+    """The first pairs are rotated as those of a head with rotary_dim features, and the rest is left as it is."""
     whole = Rotary(heads=4, head_dim=16, width=256, pairs=pairs, **scaling)
     ours = Rotary(**SIZES, pairs=pairs, rotary_dim=16, **scaling)
     x, positions = torch.randn(2, 4, 30, 64), torch.arange(30)
-    turned = [*range(8), *range(32, 40)] if pairs == "halves" else list(range(16))
-    still = [f for f in range(64) if f not in turned]
+    rotated = [*range(8), *range(32, 40)] if pairs == "halves" else list(range(16))
+    still = [f for f in range(64) if f not in rotated]
     out = ours.rotate(x, positions)
-    torch.testing.assert_close(out[..., turned], whole.rotate(x[..., turned], positions))
+    torch.testing.assert_close(out[..., rotated], whole.rotate(x[..., rotated], positions))
     assert torch.equal(out[..., still], x[..., still])
 
 

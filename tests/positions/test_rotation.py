@@ -40,14 +40,14 @@ def test_scores_depend_on_distance_alone(
 def test_norms_are_unchanged(kind: type[Rotation], pairs: str) -> None:
     method = kind(**SIZES, pairs=pairs)
     q = torch.randn(2, 2, 5, 64, dtype=torch.float64)
-    turned = method.rotate(q, torch.tensor([0, 1, 77, 10**6, 10**9]))
-    torch.testing.assert_close(turned.norm(dim=-1), q.norm(dim=-1), rtol=1e-12, atol=0)
-    assert torch.equal(turned[:, :, 0], q[:, :, 0])  # position 0 is not turned at all
-    assert not torch.allclose(turned[:, :, 1], q[:, :, 1], atol=0.1)
+    rotated = method.rotate(q, torch.tensor([0, 1, 77, 10**6, 10**9]))
+    torch.testing.assert_close(rotated.norm(dim=-1), q.norm(dim=-1), rtol=1e-12, atol=0)
+    assert torch.equal(rotated[:, :, 0], q[:, :, 0])  # position 0 is not rotated at all
+    assert not torch.allclose(rotated[:, :, 1], q[:, :, 1], atol=0.1)
 
 
 @LAYOUTS
-def test_a_pair_is_turned_by_its_angle(pairs: str) -> None:
+def test_a_pair_is_rotated_by_its_angle(pairs: str) -> None:
     method = Rotary(heads=1, head_dim=4, width=4, base=100.0, pairs=pairs)
     q = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64).view(1, 1, 1, 4)
     got = method.rotate(q, torch.tensor([5])).flatten()
@@ -75,7 +75,7 @@ def test_half_precision_is_rounded_once() -> None:
     assert (method.rotate(q, positions).double() - exact).abs().max() <= 2**-8 * exact.abs().max()
 
 
-def test_gradients_are_turned_back() -> None:
+def test_gradients_are_rotated_back() -> None:
     method, positions = XPos(**SIZES), torch.arange(5)
     q = torch.randn(1, 2, 5, 64, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(1, 2, 5, 64, dtype=torch.float64)
@@ -174,7 +174,7 @@ def test_options_are_checked(kind: type[Rotation]) -> None:
 
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64], ids=str)
-def test_only_floating_point_is_turned(kind: type[Rotation], dtype: torch.dtype) -> None:
+def test_only_floating_point_is_rotated(kind: type[Rotation], dtype: torch.dtype) -> None:
     x = torch.ones(1, 2, 5, 64).to(dtype)
     with pytest.raises(TypeError, match=rf"^x: expected a floating-point tensor, got a {dtype} tensor"):
         kind(**SIZES).rotate(x, torch.arange(5))

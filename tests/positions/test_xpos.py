@@ -14,8 +14,8 @@ SIZES = {"heads": 2, "head_dim": 16, "width": 32}
 
 def attend(method: XPos, q: Tensor, k: Tensor, v: Tensor, shift: int, mask: Mask | None = None) -> Tensor:
     positions = torch.arange(q.shape[2]) + shift
-    turned = method.rotate(q, positions), method.rotate(k, positions)
-    return attention(*turned, v, decay=method.decay(), mask=mask or Causal(), backend="reference")
+    rotated = method.rotate(q, positions), method.rotate(k, positions)
+    return attention(*rotated, v, decay=method.decay(), mask=mask or Causal(), backend="reference")
 
 
 def papers_scores(q: Tensor, k: Tensor, gamma: float, scale_base: float) -> Tensor:
@@ -81,7 +81,7 @@ def test_finite_far_out_in_half_precision(dtype: torch.dtype) -> None:
 
 
 def test_decays_alike_on_both_sides() -> None:
-    # A query and keys turned back to position 0 leave the decay alone: keys at equal distance weigh the same.
+    # A query and keys rotated back to position 0 leave the decay alone: keys at equal distance weigh the same.
     method = XPos(**SIZES)
     q = torch.ones(1, 2, 5, 16, dtype=torch.float64)
     one = torch.eye(5, dtype=torch.float64).expand(1, 2, 5, 5)

@@ -12,7 +12,7 @@ RUN is a run's folder, whose last checkpoint is used, or one checkpoint's folder
 RUN/analysis/NAME.json. docs/analyses.md has the definitions.
 
 Examples:
-  lengthen analyse runs/tiny                                          every analysis that fits the model
+  lengthen analyse runs/tiny                                        # every analysis that fits the model
   lengthen analyse runs/tiny --data data/python --what resolution --blockwise --lengths 64,256,1024
   lengthen analyse runs/tiny --data data/python --what positions --tokens 65536 --stride 1
 """

@@ -1,7 +1,7 @@
 """Train six position methods at 64 tokens, evaluate each at up to 2,048, write one report: some minutes on a laptop.
 
-  lengthen demo                                 into demo/: six runs, and demo/report.html
-  lengthen demo --out elsewhere --steps 400     longer, and better
+  lengthen demo                               # into demo/: six runs, and demo/report.html
+  lengthen demo --out elsewhere --steps 400   # longer, and better
   lengthen demo --methods alibi,rotary
 
 Every method trains the same small model (the preset `tiny`: a million parameters, at 64 tokens) for the same steps from

@@ -1,13 +1,13 @@
 """Measure a model's perplexity at any lengths, and the longest length that it holds.
 
-  lengthen eval runs/tiny                                          1×, 2×, … 32× the training length
+  lengthen eval runs/tiny                                        # 1×, 2×, … 32× the training length
   lengthen eval runs/tiny --lengths 64,1024,131072 --data data/books
-  lengthen eval runs/xpos --protocol nonoverlapping,blockwise      as the LEX paper: blocks of half the training length
-  lengthen eval runs/xpos --per-document 4096                      the first 4,096 tokens of each document
+  lengthen eval runs/xpos --protocol nonoverlapping,blockwise    # as the LEX paper: blocks of half the training length
+  lengthen eval runs/xpos --per-document 4096                    # the first 4,096 tokens of each document
   lengthen eval runs/tiny --protocol sliding --stride 1 --lengths 64 --tokens 4096
-  lengthen eval models/bloom-560m --data book.txt                  a folder of Hugging Face (docs/huggingface.md)
-  lengthen eval runs/rotary --positions.scaling yarn --positions.factor 8      the method changed after training
-  lengthen eval runs/small --task passkey,needles --lengths 1024,4096,16384    retrieval from a long text
+  lengthen eval models/bloom-560m --data book.txt                # a folder of Hugging Face (docs/huggingface.md)
+  lengthen eval runs/rotary --positions.scaling yarn --positions.factor 8    # the method changed after training
+  lengthen eval runs/small --task passkey,needles --lengths 1024,4096,16384  # retrieval from a long text
 
 Protocols: nonoverlapping (pieces, each read by itself), sliding (windows, the last --stride tokens of each scored),
 blockwise and window (pieces, read with blockwise causal attention or with a window). The same tokens are scored at

@@ -1,9 +1,9 @@
 """Write a model as a folder that Hugging Face's transformers opens.
 
   lengthen export runs/tiny models/tiny
-  lengthen export runs/tiny models/tiny --architecture lengthen      our own, even if another would do
-  lengthen export models/pythia-70m models/again                     a folder of Hugging Face, read and written again
-  lengthen export models/old models/new --pickled                    the same of a pytorch_model.bin: now safetensors
+  lengthen export runs/tiny models/tiny --architecture lengthen    # our own, even if another would do
+  lengthen export models/pythia-70m models/again                   # a folder of Hugging Face, read and written again
+  lengthen export models/old models/new --pickled                  # the same of a pytorch_model.bin: now safetensors
 
 If an architecture of transformers can represent the model, it is written as that one and opens without this package:
 BLOOM or MPT with ALiBi, Llama, GPT-NeoX and others with rotary, GPT-2 with learned positions. Any other model keeps

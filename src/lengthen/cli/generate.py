@@ -3,7 +3,7 @@ r"""Generate text from a model, streamed to the terminal.
   lengthen generate runs/tiny --prompt "def main("
   lengthen generate runs/tiny --prompt "import" --tokens 2000 --temperature 0.7 --top-p 0.9 --seed 3
   lengthen generate runs/tiny --stdin --stop "\n\n" < prompt.txt
-  lengthen generate runs/tiny --interactive                        each line is a prompt; Ctrl-D ends
+  lengthen generate runs/tiny --interactive                      # each line is a prompt; Ctrl-D ends
   lengthen generate runs/tiny --samples 4 --prompt "class"
   lengthen generate runs/tiny --tokens 100000 --cache reach --mode certified --stats
 

@@ -8,12 +8,12 @@ An interrupted run resumes when the same command is given again. An existing cor
 settings is kept; one made from others is an error, unless --force replaces it.
 
 Examples:
-  lengthen prepare -o data/python                                    the standard library, as bytes
+  lengthen prepare -o data/python                                  # the standard library, as bytes
   lengthen prepare books.txt.xz --separator '\\0' -o data/books \\
-      --tokenizer bpe --vocab-size 16384                             documents between NUL bytes; a BPE trained on them
+      --tokenizer bpe --vocab-size 16384                           # documents between NUL bytes; a BPE trained on them
   lengthen prepare wiki.train.txt --validation wiki.valid.txt \\
-      --split-before '^ = [^=].* = $' -o data/wiki                   a document begins at each title line
-  lengthen prepare texts/ --tokenizer gpt2/tokenizer.json -o data/t  a folder, with an existing tokenizer
+      --split-before '^ = [^=].* = $' -o data/wiki                 # a document begins at each title line
+  lengthen prepare texts/ --tokenizer gpt2/tokenizer.json -o data/t  # a folder, with an existing tokenizer
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 r"""Serve a model on this machine: OpenAI's completions API, and a web page to try it.
 
-  lengthen serve runs/tiny                                         http://127.0.0.1:8000; Ctrl-C ends it
+  lengthen serve runs/tiny                                       # http://127.0.0.1:8000; Ctrl-C ends it
   lengthen serve runs/tiny --port 9000 --cache reach --mode certified --max-context 100000
-  lengthen serve runs/tiny --max-sequences 8 --max-waiting 32      fewer at once
+  lengthen serve runs/tiny --max-sequences 8 --max-waiting 32    # fewer at once
   curl http://127.0.0.1:8000/v1/completions -H "content-type: application/json" \
        -d '{"prompt": "def main(", "max_tokens": 100, "temperature": 0.8, "stream": true}'
 

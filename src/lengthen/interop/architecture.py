@@ -172,7 +172,7 @@ class Architecture:
         return (shape[0] // len(names),) * len(names)
 
     def _rows(self, part: str, config: ModelConfig) -> Tensor | None:
-        """Return which of their rows each of ours is: by key heads, and by the pairs that are turned together."""
+        """Return which of their rows each of ours is: by key heads, and by the pairs that are rotated together."""
         size, order = config.head_width, rope.head_order(config)
         if part in ("attention.q_norm", "attention.k_norm"):
             return order

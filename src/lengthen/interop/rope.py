@@ -36,7 +36,7 @@ def read(asked: Asked, head_dim: int, longest: int, partial: float | None, over:
         asked: the config, of which the keys on angles are read.
         head_dim: features of a head.
         longest: `max_position_embeddings`.
-        partial: the fraction of a head that is turned where no key says it; None: all of it, and no key may say less.
+        partial: the fraction of a head that is rotated where no key says it; None: all of it, and no key may say less.
         over: options that the caller gives: with "scaling" among them, the file's is left alone.
     """
     base = asked.take("rope_theta", "rotary_emb_base", default=10000.0, hint=float)
@@ -112,8 +112,8 @@ def write(config: ModelConfig) -> dict[str, Any]:
 def head_order(config: ModelConfig) -> Tensor | None:
     """Return which of their features of a query or key each of ours is; None: the same.
 
-    Theirs: pair n is features n and n + r/2 of the first r, which are turned; the rest follows. Ours: n and
-    n + head_dim/2, or 2n and 2n + 1 (`pairs`), and what is not turned is where there is room.
+    Theirs: pair n is features n and n + r/2 of the first r, which are rotated; the rest follows. Ours: n and
+    n + head_dim/2, or 2n and 2n + 1 (`pairs`), and what is not rotated is where there is room.
     """
     if "rotary" not in config.positions.split("+"):
         return None

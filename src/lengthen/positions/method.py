@@ -1,7 +1,7 @@
 """Where position enters a transformer: four places, and a method overrides those it needs.
 
     embed     x + something of the position       before the first layer      sinusoidal, learned
-    rotate    queries and keys turned by angles    in each layer               rotary, xPos
+    rotate    queries and keys rotated by angles    in each layer               rotary, xPos
     decay     rates[f]^|i − j| on each feature     inside the attention op     xPos
     bias      a function of i − j on each score    inside the attention op     ALiBi, T5, Kerple, Sandwich
 
@@ -101,7 +101,7 @@ class PositionMethod(nn.Module):
         return Placed(self, positions, self.bias(max((cached or 0) + positions.shape[-1] - 1, 0)), self.decay())
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return a query or key `[batch, heads, length, head_dim]` turned by its positions; any heads."""
+        """Return a query or key `[batch, heads, length, head_dim]` rotated by its positions; any heads."""
         return x
 
     def decay(self) -> Decay | None:
@@ -116,7 +116,7 @@ class PositionMethod(nn.Module):
 def check_positions(x: Tensor, positions: object, dims: int, last: tuple[str, int]) -> Tensor:
     """Return `positions` if it holds an integer for each place in the second-last dimension of x."""
     name, size = last
-    if not isinstance(x, Tensor) or not x.is_floating_point():  # whole numbers would be rounded after a turn
+    if not isinstance(x, Tensor) or not x.is_floating_point():  # whole numbers would be rounded after a rotation
         raise TypeError(f"x: expected a floating-point tensor, got {describe(x)}")
     if x.dim() != dims or x.shape[-1] != size:
         raise ValueError(f"x: expected {dims} dimensions, the last of them {name}={size}, got {describe(x)}")

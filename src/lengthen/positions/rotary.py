@@ -1,4 +1,4 @@
-"""Rotary embedding: queries and keys turned by their position (Su et al., 2021, RoFormer, arXiv 2104.09864).
+"""Rotary embedding: queries and keys rotated by their position (Su et al., 2021, RoFormer, arXiv 2104.09864).
 
     score[i, j] = (R_i q)·(R_j k) = q·R_(j − i) k,    R_p turns pair n by p·θ_n,  θ_n = base^(−2n/d)
 
@@ -10,7 +10,7 @@ It does not extrapolate by itself. `scaling` stretches a model that was trained 
     ntk      base · factor^(d/(d − 2)) in place of base: the fastest pair keeps its θ_n, the slowest
              gets θ_n / factor
     dynamic  ntk with a factor that grows with a pass of L tokens, factor·L/original − (factor − 1), and none up to
-             the original length: keys of a cache would be turned otherwise, so a cache ends there
+             the original length: keys of a cache would be rotated otherwise, so a cache ends there
     yarn     pairs that turn beta_fast times over the original length keep θ_n, those that turn less than
              beta_slow times get θ_n / factor, with a ramp over the pairs between; queries and keys are each
              multiplied by 0.1·ln(factor) + 1              (Peng et al., 2023, arXiv 2309.00071)
@@ -36,7 +36,7 @@ LENGTHS = ("dynamic", *BETA_FAST)  # scalings that are told the original length
 
 
 class Rotary(Rotation):
-    """Rotary embedding: queries and keys turned by their position, with linear, NTK, YaRN or Llama 3's scaling."""
+    """Rotary embedding: queries and keys rotated by their position, with linear, NTK, YaRN or Llama 3's scaling."""
 
     name = "rotary"
 
@@ -130,7 +130,7 @@ class Rotary(Rotation):
         return original_length
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Return θ for each pair as scaled, float64 `[head_dim / 2]`; 0 for pairs that are not turned."""
+        """Return θ for each pair as scaled, float64 `[head_dim / 2]`; 0 for pairs that are not rotated."""
         return self._frequencies(device, self.factor if self.scaling == "ntk" else 1.0)
 
     def frequencies_at(self, positions: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class Rotary(Rotation):
         return self._frequencies(positions.device, self.factor * times - (self.factor - 1))
 
     def at(self, positions: Tensor, dtype: torch.dtype, two_sided: bool, cached: int | None = None) -> Placed:
-        """Return the angles of these positions; refuse a cache where later passes would be turned otherwise."""
+        """Return the angles of these positions; refuse a cache where later passes would be rotated otherwise."""
         total = (cached or 0) + positions.shape[-1]
         if self.scaling == "dynamic" and cached is not None and total > (self.original_length or 0):
             raise ValueError(

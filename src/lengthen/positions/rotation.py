@@ -2,8 +2,8 @@
 
     (x₀, x₁)  →  (x₀·cos pθ − x₁·sin pθ,  x₁·cos pθ + x₀·sin pθ),    θ_i = base^(−2i/head_dim) for pair i
 
-A query turned by iθ and a key turned by jθ have a product that depends on i − j alone. Angles are computed in
-float64, because in float32 pθ is off by 0.06 rad at position 10⁶; the turn itself is done in float32 at
+A query rotated by iθ and a key rotated by jθ have a product that depends on i − j alone. Angles are computed in
+float64, because in float32 pθ is off by 0.06 rad at position 10⁶; the rotation itself is done in float32 at
 least.
 
 The two layouts of the pairs are the same method on permuted features: `halves` pairs feature f with f +
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from lengthen.checks import choice, number
-from lengthen.positions import turned
+from lengthen.positions import fused
 from lengthen.positions.method import Placed, PositionMethod, check_positions
 
 
 class Rotation(PositionMethod):
     """A rotation of queries and keys; `frequencies` and `magnitude` are for subclasses to change."""
 
-    magnitude = 1.0  # multiplies every pair that is turned
+    magnitude = 1.0  # multiplies every pair that is rotated
 
     def __init__(self, *, heads: int, head_dim: int, width: int, base: float, pairs: str) -> None:
         super().__init__(heads=heads, head_dim=head_dim, width=width)
@@ -50,12 +50,12 @@ class Rotation(PositionMethod):
         if type(self).rotate is not Rotation.rotate:  # somebody's own
             return placed
         angles = self._tables(positions, torch.promote_types(dtype, torch.float32))
-        return Turned(self, positions, placed.bias, placed.decay, torch.stack((*angles, *angles)), self.pairs)
+        return Rotated(self, positions, placed.bias, placed.decay, torch.stack((*angles, *angles)), self.pairs)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return x turned by its positions, in x's dtype."""
+        """Return x rotated by its positions, in x's dtype."""
         check_positions(x, positions, 4, ("head_dim", self.head_dim))
-        return turn(x, *self._tables(positions, torch.promote_types(x.dtype, torch.float32)), self.pairs)
+        return rotate_pairs(x, *self._tables(positions, torch.promote_types(x.dtype, torch.float32)), self.pairs)
 
     def _tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin, remembered for the last `positions`: every layer asks with the same tensor."""
@@ -72,56 +72,56 @@ class Rotation(PositionMethod):
         return cos, sin
 
     def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin as `turn` takes them."""
+        """Return cos and sin as `rotate_pairs` takes them."""
         theta = self.frequencies_at(positions)
         angle = positions.unsqueeze(-1) * theta
         if positions.dim() == 2:
             angle = angle.unsqueeze(1)
         cos, sin = angle.cos(), angle.sin()
-        if self.magnitude != 1:  # of pairs that are turned
+        if self.magnitude != 1:  # of pairs that are rotated
             cos, sin = torch.where(theta > 0, cos * self.magnitude, cos), sin * self.magnitude
         return cos.to(dtype), sin.to(dtype)
 
 
 @dataclass(frozen=True, eq=False)
-class Turned(Placed):
+class Rotated(Placed):
     """A rotation at the positions of a forward pass.
 
-    `tables` are cos and sin of the queries and of the keys, which differ in xPos: `[4, …]`, each as `turn` takes them.
+    `tables` are cos and sin of the queries and of the keys, which differ in xPos: `[4, …]`, as for `rotate_pairs`.
     """
 
     tables: Tensor
     pairs: str
 
     def split(self, qkv: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys, turned, and values; on a GPU in one pass, where its kernel knows the layout."""
+        """Return queries and keys, rotated, and values; on a GPU in one pass, where its kernel knows the layout."""
         tables, pairs = self.tables, self.pairs
         known = tables.is_cuda and pairs == "halves" and tables.dim() == 3 and tables.dtype == torch.float32
         if known and not tables.requires_grad:
-            return turned.split(qkv, heads, key_heads, tables)
+            return fused.split(qkv, heads, key_heads, tables)
         q, k, v = (part.transpose(1, 2) for part in torch.split(qkv, [heads, key_heads, key_heads], dim=2))
-        return turn(q, tables[0], tables[1], pairs), turn(k, tables[2], tables[3], pairs), v
+        return rotate_pairs(q, tables[0], tables[1], pairs), rotate_pairs(k, tables[2], tables[3], pairs), v
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> Tensor:
-    """Return x `[batch, heads, length, head_dim]` turned, in x's dtype.
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> Tensor:
+    """Return x `[batch, heads, length, head_dim]` rotated, in x's dtype.
 
     By cosines and sines `[length, head_dim / 2]` or `[batch, 1, length, head_dim / 2]`.
     """
     wide = x.to(cos.dtype)
-    # Projections give heads that stand side by side in memory. What is turned keeps that order: in any other, the
+    # Projections give heads that stand side by side in memory. What is rotated keeps that order: in any other, the
     # backward pass of a compiled layer takes several times as long to put the gradients together again.
     side_by_side = x.stride(1) < x.stride(2)
     if side_by_side:
         wide, cos, sin = wide.transpose(1, 2), _across_heads(cos), _across_heads(sin)
     if pairs == "halves":
         a, b = wide.chunk(2, dim=-1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
     else:
         a, b = wide[..., 0::2], wide[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    turned = turned.to(x.dtype)
-    return turned.transpose(1, 2) if side_by_side else turned
+        rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    rotated = rotated.to(x.dtype)
+    return rotated.transpose(1, 2) if side_by_side else rotated
 
 
 def _across_heads(table: Tensor) -> Tensor:

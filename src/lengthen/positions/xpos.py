@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lengthen.attention.biases import Decay
 from lengthen.checks import flag, number
 from lengthen.positions.method import Placed
-from lengthen.positions.rotation import Rotation, Turned
+from lengthen.positions.rotation import Rotated, Rotation
 
 # How small a decay's power may get in a query or key, and so how large in another: far from what the dtype can hold.
 LEAST_POWER = {torch.float16: 2.0**-5, torch.bfloat16: 2.0**-16, torch.float32: 2.0**-16, torch.float64: 2.0**-16}
@@ -90,7 +90,7 @@ class XPos(Rotation):
         decay, length = placed.decay, positions.shape[-1]
         lowest = None if decay is None else decay.lowest()
         short = lowest is not None and lowest ** (length / 2) >= LEAST_POWER[dtype]
-        if two_sided or cached is not None or not short or not isinstance(placed, Turned) or decay is None:
+        if two_sided or cached is not None or not short or not isinstance(placed, Rotated) or decay is None:
             return placed
         steps = torch.arange(length, device=positions.device) - length / 2
         tables = [decay.power(sign * steps, placed.tables.dtype).squeeze(0) for sign in (1, 1, -1, -1)]

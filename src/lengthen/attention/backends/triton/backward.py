@@ -57,7 +57,7 @@ def finite_or_0(x):
 
 @triton.jit
 def weights(
-    product, position, key, visible, unit, bias, table, slope, ahead, scale, here, even,
+    product, position, key, visible, unit, bias, table, slope, ahead, scale, here, tile_bias,
     MASKED: tl.constexpr, HIDES: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr,
 ):  # fmt: skip
     """Return p of a tile from q·k; hidden pairs may have any. `unit` is lse, less what a ramp leaves out of rows."""
@@ -69,7 +69,7 @@ def weights(
         else:
             score += slope * (key - here).to(tl.float32)
     elif BIAS == NONE:
-        score += even
+        score += tile_bias
     else:
         score += entry
     return tl.exp2(score - unit)
@@ -77,7 +77,7 @@ def weights(
 
 @triton.jit
 def dq_tile(
-    dq, d_bias, d_ahead, q, do, head, rows, sums, bias, here, start, scale, even,
+    dq, d_bias, d_ahead, q, do, head, rows, sums, bias, here, start, scale, tile_bias,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr, ALIGN: tl.constexpr,
     BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, EDGED: tl.constexpr, MASKED: tl.constexpr, OF_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -104,7 +104,7 @@ def dq_tile(
         visible = visible & (key[None, :] >= rows.begin[:, None])
     p = weights(
         product, rows.position[:, None], key[None, :], visible, unit[:, None], bias, head.table, head.slope, head.ahead,
-        scale, start, even, MASKED, MASKED, BIAS, TWO_SIDED,
+        scale, start, tile_bias, MASKED, MASKED, BIAS, TWO_SIDED,
     )  # fmt: skip
     if MASKED:
         p = tl.where(visible, p, 0.0)
@@ -150,10 +150,10 @@ def dq_keys(
     middle = inner_lo
     if BIAS == EXTENDED and not TWO_SIDED:  # keys that every query sees from afar all have the same bias
         middle = tl.maximum(inner_lo, tl.minimum(tl.maximum(here - bias.level + 1, 0) // N * N, inner_hi))
-        even = tl.load(head.table + bias.level)
+        tile_bias = tl.load(head.table + bias.level)
         for start in tl.range(inner_lo, middle, N):
             dq, d_bias, d_ahead = dq_tile(
-                dq, d_bias, d_ahead, q, do, head, rows, sums, bias, here, start, scale, even,
+                dq, d_bias, d_ahead, q, do, head, rows, sums, bias, here, start, scale, tile_bias,
                 D, DV, WIDTH, VALUES, N, ALIGN, NONE, TWO_SIDED, EDGED, False, OF_BIAS, PRECISION,
             )  # fmt: skip
     for start in tl.range(middle, inner_hi, N):
@@ -303,7 +303,7 @@ class Side(NamedTuple):
 
 @triton.jit
 def dkv_tile(
-    dk, dv, k, v, side, head, mask, b, bias, key, key_lo, start, sizes, scale, even,
+    dk, dv, k, v, side, head, mask, b, bias, key, key_lo, start, sizes, scale, tile_bias,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, M: tl.constexpr, SPAN: tl.constexpr,
     ALIGN: tl.constexpr, BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, EDGED: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -333,7 +333,7 @@ def dkv_tile(
     HIDES: tl.constexpr = MASKED and (EDGED or not TWO_SIDED)
     p = weights(
         product, position[None, :], key[:, None], visible, unit[None, :], bias, head.table, head.slope, head.ahead,
-        scale, here, even, MASKED, HIDES, BIAS, TWO_SIDED,
+        scale, here, tile_bias, MASKED, HIDES, BIAS, TWO_SIDED,
     )  # fmt: skip
     if HIDES:
         p = tl.where(visible, p, 0.0)
@@ -366,10 +366,10 @@ def dkv_rows(
     if BIAS == EXTENDED and not TWO_SIDED:  # queries that see every key from afar all have the same bias
         afar = (tl.maximum(tl.minimum(key_lo + N, sizes.keys) - 1 + bias.level - side.q_start, 0) + (M - 1)) // M
         afar = tl.maximum(inner_from, tl.minimum(afar, inner_to))
-        even = tl.load(head.table + bias.level)
+        tile_bias = tl.load(head.table + bias.level)
         for block in tl.range(afar, inner_to):
             dk, dv = dkv_tile(
-                dk, dv, k, v, side, head, mask, b, bias, key, key_lo, block * M, sizes, scale, even,
+                dk, dv, k, v, side, head, mask, b, bias, key, key_lo, block * M, sizes, scale, tile_bias,
                 D, DV, WIDTH, VALUES, M, SPAN, ALIGN, NONE, TWO_SIDED, EDGED, False, PRECISION,
             )  # fmt: skip
         inner_to = afar

@@ -75,7 +75,7 @@ class Head(NamedTuple):
 
 @triton.jit
 def tile_scores(
-    q, head, rows, bias, here, start, scale, even,
+    q, head, rows, bias, here, start, scale, tile_bias,
     D: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, ALIGN: tl.constexpr, BIAS: tl.constexpr,
     TWO_SIDED: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +101,7 @@ def tile_scores(
         else:
             score += (head.slope * column.to(tl.float32))[None, :]
     elif BIAS == NONE:
-        score += even
+        score += tile_bias
     else:
         score += entry
     if HIDDEN != SHOWN:
@@ -111,20 +111,20 @@ def tile_scores(
 
 @triton.jit
 def attend_tile(
-    acc, l_i, m_i, q, head, rows, bias, here, lo, hi, scale, even,
+    acc, l_i, m_i, q, head, rows, bias, here, lo, hi, scale, tile_bias,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr, ALIGN: tl.constexpr,
     BIAS: tl.constexpr, TWO_SIDED: tl.constexpr, HIDDEN: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Read the keys [lo, hi), lo a multiple of N, into the running softmax.
 
-    HIDDEN says which of them some queries do not see: those too far ahead (AHEAD), or any (EDGES). `even` is a bias
-    that all have, where they have no other.
+    HIDDEN says which of them some queries do not see: those too far ahead (AHEAD), or any (EDGES). `tile_bias` is one
+    bias for the whole tile, used where there is no other.
     """
     RAMP: tl.constexpr = BIAS == LINEAR and HIDDEN == SHOWN and not TWO_SIDED
     for start in tl.range(lo, hi, N):
         start = tl.multiple_of(start, N)
         score = tile_scores(
-            q, head, rows, bias, here, start, scale, even, D, WIDTH, N, ALIGN, BIAS, TWO_SIDED, HIDDEN, PRECISION
+            q, head, rows, bias, here, start, scale, tile_bias, D, WIDTH, N, ALIGN, BIAS, TWO_SIDED, HIDDEN, PRECISION
         )
         shift = head.slope * (start - here).to(tl.float32)
         if HIDDEN == SHOWN:

@@ -1,4 +1,4 @@
-"""Between one projection and its queries, keys and values, with the turn on the way: one Triton kernel for both ways.
+"""Between one projection and its queries, keys and values, rotated on the way: one Triton kernel for both ways.
 
     a' = a·cos − b·sin,   b' = b·cos + a·sin        for features a and b = a + head_dim/2 of a pair
 
@@ -20,7 +20,7 @@ TOKENS, WARPS = 4, 4  # tokens per program: enough bytes in flight, few enough r
 @triton.jit  # type: ignore[untyped-decorator]
 def _move(  # type: ignore[no-untyped-def]
     source, target, cos, sin, sign, row, rows, length, sb, sl, sh, tb, tp, th, heads,
-    half: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr,
+    half: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """Turn, or just copy, all heads of some tokens; s… and t… are strides of a batch, a token and a head."""
     token = row[:, None, None]
@@ -32,7 +32,7 @@ def _move(  # type: ignore[no-untyped-def]
     there = target + sequence * tb + place * tp + head * th + feature
     a = tl.load(here, mask=inside, other=0.0)
     b = tl.load(here + half, mask=inside, other=0.0)
-    if TURNED:
+    if ROTATED:
         known = (token < rows) & (feature < half)
         c = tl.load(cos + place * half + feature, mask=known, other=0.0)
         s = tl.load(sin + place * half + feature, mask=known, other=0.0) * sign
@@ -43,7 +43,7 @@ def _move(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turned(  # type: ignore[no-untyped-def]
+def _rotated(  # type: ignore[no-untyped-def]
     q, k, v, to_q, to_k, to_v, angles, sign, rows, length, heads, key_heads,
     qb, ql, qh, kb, kl, kh, vb, vl, vh, to_qb, to_ql, to_qh, to_kb, to_kl, to_kh, to_vb, to_vl, to_vh,
     half: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
@@ -59,7 +59,7 @@ def _turned(  # type: ignore[no-untyped-def]
 
 
 def split(qkv: Tensor, heads: int, key_heads: int, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As the op `lengthen::split_turned`."""
+    """As the op `lengthen::split_rotated`."""
     parts = torch.split(qkv, [heads, key_heads, key_heads], dim=2)
     made = [torch.empty(part.shape, dtype=qkv.dtype, device=qkv.device) for part in parts]
     _launch(parts, made, angles, 1.0)
@@ -67,7 +67,7 @@ def split(qkv: Tensor, heads: int, key_heads: int, angles: Tensor) -> tuple[Tens
 
 
 def join(d_q: Tensor, d_k: Tensor, d_v: Tensor, angles: Tensor) -> Tensor:
-    """As the op `lengthen::join_turned`."""
+    """As the op `lengthen::join_rotated`."""
     batch, length, heads, width = d_q.shape
     key_heads = d_k.shape[2]
     out = torch.empty(batch, length, heads + 2 * key_heads, width, dtype=d_q.dtype, device=d_q.device)
@@ -81,7 +81,7 @@ def _launch(sources: Sequence[Tensor], targets: Sequence[Tensor], angles: Tensor
     key_heads, rows, half = sources[1].shape[2], batch * length, width // 2
     strides = [part.stride(dim) for part in (*sources, *targets) for dim in (0, 1, 2)]
     with torch.cuda.device(angles.get_device()):  # Triton launches on the current one
-        _turned[(triton.cdiv(rows, TOKENS),)](
+        _rotated[(triton.cdiv(rows, TOKENS),)](
             *sources, *targets, angles.contiguous(), sign, rows, length, heads, key_heads, *strides, half=half,
             HEADS=triton.next_power_of_2(heads), KEY_HEADS=triton.next_power_of_2(key_heads),
             HALF=triton.next_power_of_2(half), TOKENS=TOKENS, num_warps=WARPS,

@@ -1,4 +1,4 @@
-"""Queries, keys and values turned and split in one pass: as the rotation defines it, compiled or not, both ways."""
+"""Queries, keys and values rotated and split in one pass: as the rotation defines it, compiled or not, both ways."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lengthen import ModelConfig, Transformer
-from lengthen.positions import build, turned
-from lengthen.positions.rotation import Turned, turn
+from lengthen.positions import build, fused
+from lengthen.positions.rotation import Rotated, rotate_pairs
 
 SHAPES = [
     (2, 5, 4, 4, 8),
@@ -26,7 +26,7 @@ SHAPES = [
 def tables_of(length: int, width: int) -> Tensor:
     """Return cos and sin of the queries, and of the keys, which have their own as in xPos."""
     placed = build("rotary", heads=1, head_dim=width, width=width).at(torch.arange(length), torch.float32, False)
-    assert isinstance(placed, Turned)
+    assert isinstance(placed, Rotated)
     return placed.tables * torch.tensor([1.0, 1.0, 1.5, 1.5]).view(4, 1, 1)
 
 
@@ -37,9 +37,9 @@ def test_is_split_and_rotated_as_the_method_does(
     tables = tables_of(length, width)
     first = torch.randn(batch, length, heads + 2 * key_heads, width, requires_grad=True)
     second = first.detach().clone().requires_grad_()
-    got = turned.split(first, heads, key_heads, tables)
+    got = fused.split(first, heads, key_heads, tables)
     q, k, v = (part.transpose(1, 2) for part in torch.split(second, [heads, key_heads, key_heads], dim=2))
-    expected = turn(q, tables[0], tables[1], "halves"), turn(k, tables[2], tables[3], "halves"), v
+    expected = rotate_pairs(q, tables[0], tables[1], "halves"), rotate_pairs(k, tables[2], tables[3], "halves"), v
     pulls = [torch.randn_like(part) for part in got]
     torch.autograd.backward(got, pulls)
     torch.autograd.backward(expected, pulls)
@@ -51,13 +51,13 @@ def test_is_split_and_rotated_as_the_method_does(
 def test_the_ops_are_registered_properly() -> None:
     tables = tables_of(6, 8)
     qkv = torch.randn(2, 6, 8, 8, requires_grad=True)
-    torch.library.opcheck(turned.split_turned, (qkv, 4, 2, tables))
+    torch.library.opcheck(fused.split_rotated, (qkv, 4, 2, tables))
     parts = (torch.randn(2, 6, heads, 8) for heads in (4, 2, 2))
-    torch.library.opcheck(turned.join_turned, (*parts, tables))
+    torch.library.opcheck(fused.join_rotated, (*parts, tables))
 
 
 def test_it_is_for_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turned, "split", lambda *_: pytest.fail("on the CPU, plain torch"))
+    monkeypatch.setattr(fused, "split", lambda *_: pytest.fail("on the CPU, plain torch"))
     placed = build("rotary", heads=4, head_dim=8, width=32).at(torch.arange(6), torch.float32, False)
     assert [x.shape[1] for x in placed.split(torch.randn(2, 6, 8, 8), 4, 2)] == [4, 2, 2]
 
@@ -75,10 +75,10 @@ def test_a_model_that_uses_it_is_the_same(positions: str, compiled: bool, monkey
 
     expected = gradients()
 
-    def split(placed: Turned, qkv: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        return turned.split(qkv, heads, key_heads, placed.tables)  # as on a GPU
+    def split(placed: Rotated, qkv: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        return fused.split(qkv, heads, key_heads, placed.tables)  # as on a GPU
 
-    monkeypatch.setattr(Turned, "split", split)
+    monkeypatch.setattr(Rotated, "split", split)
     if compiled:
         torch.compiler.reset()
         for block in model.blocks:
@@ -89,16 +89,16 @@ def test_a_model_that_uses_it_is_the_same(positions: str, compiled: bool, monkey
 
 KERNEL = f"""
 import torch
-from lengthen.positions import turned, turned_kernel
+from lengthen.positions import fused, fused_kernel
 for batch, length, heads, key_heads, width in {SHAPES}:
     tables = torch.randn(4, length, width // 2)
     qkv = torch.randn(batch, length, heads + 2 * key_heads, width)
-    got = turned_kernel.split(qkv, heads, key_heads, tables)
-    for ours, theirs in zip(got, turned.split_turned(qkv, heads, key_heads, tables), strict=True):
+    got = fused_kernel.split(qkv, heads, key_heads, tables)
+    for ours, theirs in zip(got, fused.split_rotated(qkv, heads, key_heads, tables), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     parts = [torch.randn(batch, n, length, width).transpose(1, 2) for n in (heads, key_heads, key_heads)]
     torch.testing.assert_close(
-        turned_kernel.join(*parts, tables), turned.join_turned(*parts, tables), rtol=1e-6, atol=1e-6
+        fused_kernel.join(*parts, tables), fused.join_rotated(*parts, tables), rtol=1e-6, atol=1e-6
     )
 print("same")
 """
@@ -116,16 +116,16 @@ def test_the_kernel_under_triton_s_interpreter() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernel_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    from lengthen.positions import turned_kernel
+    from lengthen.positions import fused_kernel
 
     batch, length, heads, key_heads, width = shape
     tables = torch.randn(4, length, width // 2)
     qkv = torch.randn(batch, length, heads + 2 * key_heads, width).to(dtype)
     tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6}
-    got = turned_kernel.split(qkv.cuda(), heads, key_heads, tables.cuda())
-    expected = turned.split_turned(qkv, heads, key_heads, tables)
+    got = fused_kernel.split(qkv.cuda(), heads, key_heads, tables.cuda())
+    expected = fused.split_rotated(qkv, heads, key_heads, tables)
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, **tolerance)
     parts = [torch.randn(batch, n, length, width).to(dtype).transpose(1, 2) for n in (heads, key_heads, key_heads)]
-    joined = turned_kernel.join(*(part.cuda() for part in parts), tables.cuda())
-    torch.testing.assert_close(joined.cpu(), turned.join_turned(*parts, tables), **tolerance)
+    joined = fused_kernel.join(*(part.cuda() for part in parts), tables.cuda())
+    torch.testing.assert_close(joined.cpu(), fused.join_rotated(*parts, tables), **tolerance)
