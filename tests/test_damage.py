@@ -2,28 +2,33 @@
 
 Bits are flipped, bytes swapped, cut off, overwritten and added, files emptied, swapped and deleted. Whatever it is, a
 command ends with exit 0 and the numbers that it gives without damage, or with exit 1 and one line: never with a
-traceback, and never with other numbers. LENGTHEN_DAMAGE=5000 tries as many cases of each kind:
+traceback, and never with other numbers. What a stranger wrote has right checksums and wrong values: it is used, or
+refused in one line. LENGTHEN_DAMAGE=5000 tries as many cases of each kind:
 
     LENGTHEN_DAMAGE=5000 python -m pytest -q -x tests/test_damage.py
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lengthen.cli.main import main
 from lengthen.data import prepare
+from lengthen.io import line_of
 from lengthen.training import log
+from lengthen.training.checkpoint import seal
 
 MANY = os.environ.get("LENGTHEN_DAMAGE")
-OF_A_RUN, OF_A_CORPUS = (int(MANY), int(MANY)) if MANY else (50, 25)
+OF_A_RUN, OF_A_CORPUS, OF_STRANGERS = (int(MANY),) * 3 if MANY else (50, 25, 40)
 CONFIG = """
 [model]
 layers = 1
@@ -245,3 +250,64 @@ def test_a_damaged_corpus_is_refused_or_gives_the_same(
     else:
         assert case.weights(8) == expected.weights(8)
         assert case.losses() == expected.losses()
+
+
+# What a stranger wrote: whole, with right checksums, and with values that nobody expects.
+
+ODD: list[Any] = [None, True, 0, -1, 3, 2**64, 1e308, -1.5, float("nan"), float("inf"), "", "x", "../x", [], ["a"], {}]
+
+
+def altered(value: Any, draw: random.Random) -> Any:
+    """Return JSON with one value changed, left out or added, at any depth."""
+    if isinstance(value, dict | list) and value and draw.random() < 0.85:
+        places: list[Any] = sorted(value) if isinstance(value, dict) else list(range(len(value)))
+        changed, place, how = value.copy(), draw.choice(places), draw.random()
+        if how < 0.15:
+            del changed[place]
+        elif how < 0.25 and isinstance(changed, dict):
+            changed[f"{place}x"] = draw.choice(ODD)
+        else:
+            changed[place] = altered(value[place], draw)
+        return changed
+    return draw.choice(ODD)
+
+
+def forge(path: Path, draw: random.Random) -> None:
+    """Alter a value of JSON, of a line of JSON lines, or of a header of safetensors with the config in it."""
+    if path.suffix == ".json":
+        path.write_text(json.dumps(altered(json.loads(path.read_text()), draw)))
+    elif path.suffix == ".jsonl":
+        lines = path.read_text().splitlines(keepends=True) or ["{}\n"]
+        number = draw.randrange(len(lines))
+        said = altered({key: value for key, value in json.loads(lines[number]).items() if key != "crc32"}, draw)
+        lines[number] = line_of(said) if isinstance(said, dict) else json.dumps(said) + "\n"
+        path.write_text("".join(lines))
+    else:
+        data = path.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:end])
+        config = header.get("__metadata__", {}).get("lengthen")
+        if config and draw.random() < 0.5:
+            header["__metadata__"]["lengthen"] = json.dumps(altered(json.loads(config), draw))
+        else:
+            header = altered(header, draw)
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+@pytest.mark.parametrize("number", range(OF_STRANGERS))
+def test_what_a_stranger_wrote_is_used_or_refused_in_one_line(case: Case, capsys: Capture, number: int) -> None:
+    draw = random.Random(f"stranger {number}")
+    kinds = (".json", ".jsonl", ".safetensors")
+    files = [path for folder in (case.run, case.corpus) for path in sorted(folder.rglob("*")) if path.suffix in kinds]
+    touched = draw.choice(files)
+    forge(touched, draw)
+    for folder in (case.run / "checkpoints").iterdir():
+        seal(folder)
+    verbs = [
+        case.words("eval", 6),
+        case.words("train", 8),
+        ["report", str(case.run), "-o", str(case.folder / "a.html")],
+    ]
+    status = main(draw.choice(verbs))
+    refused(status, capsys.readouterr().err, [touched])

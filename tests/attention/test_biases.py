@@ -193,6 +193,7 @@ ONES = torch.ones(4)
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
+        (lambda: Table(ONES[None], extended=1), TypeError, r"Table\.extended: expected True or False, got 1 \(int\)"),
         (lambda: Linear([0.5]), TypeError, r"Linear\.slopes: expected a tensor, got \[0\.5\] \(list\)"),
         (lambda: Linear(None), TypeError, r"Linear\.slopes: expected a tensor, got None"),
         (lambda: Linear(ONES.bfloat16()), TypeError, r"Linear\.slopes: expected float32 or float64 .*got a torch.bfl"),

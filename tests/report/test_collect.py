@@ -137,8 +137,9 @@ def test_runs_without_results_are_noted_and_missing_folders_are_errors(tmp_path:
     assert report.notes == [f"{tmp_path / 'empty'}: no measurements; `lengthen eval RUN` makes them"]
     (tmp_path / "empty" / "evaluation.jsonl").write_text('{"kind": "other"}\n')
     for paths in ([tmp_path / "empty"], []):
-        with pytest.raises(ValueError, match="expected a folder with measurements, got none"):
+        with pytest.raises(ValueError, match=r"^runs: expected a folder with measurements, got none") as problem:
             collect(paths)
+        assert "\n" not in str(problem.value)
     with pytest.raises(ValueError, match="each folder once"):
         collect([folder, tmp_path / "empty" / ".." / "run"])
 

@@ -111,6 +111,24 @@ def test_a_second_signal_stops_at_once(corpus: Corpus, make: Make, alone: World,
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_before_the_first_step_a_signal_is_as_it_was(
+    corpus: Corpus, make: Make, alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Building a large model takes a while, in which there is nothing to save."""
+    seen = []
+    build = loop.adamw
+
+    def adamw(*arguments: Any) -> Any:
+        seen.append(signal.getsignal(number))
+        return build(*arguments)
+
+    monkeypatch.setattr(loop, "adamw", adamw)
+    before = signal.getsignal(number)
+    assert train(make(train__steps=1), corpus, tmp_path, alone).finished
+    assert seen == [before]
+
+
 def test_passes_of_any_size_give_the_same_steps_to_rounding(
     corpus: Corpus, make: Make, alone: World, tmp_path: Path
 ) -> None:

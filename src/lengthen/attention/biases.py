@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lengthen.attention.checks import can_look, index_tensor, wide_tensor
-from lengthen.checks import describe, number, whole_number
+from lengthen.checks import describe, flag, number, whole_number
 
 MOST_HEADS = 1 << 16  # that there are slopes for
 
@@ -114,6 +114,7 @@ class Table:
     extended: bool = False
 
     def __post_init__(self) -> None:
+        flag("Table.extended", self.extended)
         wide_tensor("Table.values", self.values, (2,))
         if self.ahead is not None:
             wide_tensor("Table.ahead", self.ahead, (2,))

@@ -178,7 +178,7 @@ def collect(paths: Iterable[str | Path]) -> Report:
     notes = [f"{word}: no measurements; `lengthen eval RUN` makes them" for word, run in found.items() if run is None]
     runs = [run for run in found.values() if run is not None]
     if not runs:
-        raise ValueError("\n".join(["runs: expected a folder with measurements, got none", *notes]))
+        raise ValueError("; ".join(["runs: expected a folder with measurements, got none", *notes]))
     return Report(_labelled(runs), notes)
 
 

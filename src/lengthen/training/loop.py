@@ -69,9 +69,9 @@ def train(
             here = stack.enter_context(world())
         config = resolved(config, corpus)
         stack.enter_context(alone_in(Path(out), here))
-        stop = stack.enter_context(Stop())
-        told = tuple(watchers) if here.first else ()
+        stop, told = Stop(), tuple(watchers) if here.first else ()
         run = _Run(config, corpus, Path(out), here, resume, told, stop, None if init is None else Path(init), force)
+        stack.enter_context(stop)  # only now: before its steps a run has nothing to save, and stops at once
         try:
             return run.go()
         finally:
