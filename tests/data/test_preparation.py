@@ -20,6 +20,7 @@ from lengthen.data import Corpus, prepare
 from lengthen.data import cuts as cuts_module
 from lengthen.data import documents as documents_module
 from lengthen.data import parts as parts_module
+from lengthen.data.documents import without_long_words
 from lengthen.io import whole
 
 
@@ -420,3 +421,14 @@ def test_index_and_tokens_agree(corpus: Corpus) -> None:
         assert (said["tokens"], said["documents"]) == (len(tokens), len(tokens.bytes))
         assert (said["text_bytes"], said["words"]) == (int(tokens.bytes.sum()), int(tokens.words.sum()))
         assert np.array_equal(np.diff(tokens.documents), tokens.bytes + 1)  # bytes, and the end
+
+
+@pytest.mark.parametrize("run", ["\u0301", "ა", "7", " ", "-", "字"])
+def test_no_word_is_too_long_to_train_a_bpe_on(run: str) -> None:
+    plain = "A word, and 12 others:\n    " + "x" * 512 + " done"
+    assert list(without_long_words(plain)) == [plain]
+    text = plain + run * 2000 + plain
+    found = list(without_long_words(text))
+    assert "".join(found) == text
+    assert all(run * 513 not in piece for piece in found)
+    assert len(found) <= 5

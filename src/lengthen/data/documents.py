@@ -8,6 +8,7 @@ out instead. Whatever the number of documents, one byte is kept for each.
 from __future__ import annotations
 
 import hashlib
+import re
 import tempfile
 from array import array
 from collections import Counter
@@ -25,6 +26,8 @@ from lengthen.data.sources import Source
 PART_BYTES = 4 << 20  # text in a part: a second or two of work, which is what a crash can cost
 PIECE_BYTES = 100  # what a piece takes in memory beside its text
 WHOLE = 1 << 20  # how long a document stays whole for a tokenizer of which it is not known where text may be cut
+# A BPE is trained on words, and looks through a whole word at each of its merges: a word of megabytes would take days.
+LONG_WORD = re.compile("|".join(rf"{kind}{{512}}(?={kind})" for kind in (r"[^\W\d_]", r"\d", r"[^\w\s]", r"\s")))
 LEFT_OUT = 255  # the split of a document of nothing but white space
 
 Progress = Callable[[str, int, int], None]  # the stage, what is done, what there is to do (0 where it is not known)
@@ -219,7 +222,17 @@ def _texts(file: IO[bytes], taken: Iterable[tuple[int, int]], least: int) -> Ite
         for size, level in taken:
             piece = file.read(size)
             if level >= least:
-                yield from (part.decode() for part in cuts.small(piece))
+                for part in cuts.small(piece):
+                    yield from without_long_words(part.decode())
+
+
+def without_long_words(text: str) -> Iterator[str]:
+    """Yield a text in pieces, cut where a run of letters, digits, other characters or spaces would be too long."""
+    start = 0
+    for found in LONG_WORD.finditer(text):
+        yield text[start : found.end()]
+        start = found.end()
+    yield text[start:]
 
 
 def _inside_a_word(before: bytes, after: bytes) -> bool:
