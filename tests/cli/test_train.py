@@ -199,9 +199,10 @@ def test_what_is_wrong_is_said(data: str, tmp_path: Path, capsys: Capture, monke
     assert "nowhere" in said
     Path("broken.toml").write_text("[model\n")
     assert refused(["broken.toml"], capsys).startswith("broken.toml: expected TOML, got something else: ")
-    for device in ("foo", "meta", "cuda:99"):
+    for device in ("foo", "meta", "mps:7", "hpu", "cpu:0", "cuda:99"):
         said = refused(["tiny", "--data", data, "--device", device], capsys)
         assert said.startswith(f"--device: expected cpu, cuda or cuda:1, and one that is here, got {device!r}: ")
+        assert len(said) < 300
     assert not Path("data").exists(), "the default corpus was prepared before the words were checked"
 
 
