@@ -10,7 +10,11 @@ from collections.abc import Iterable
 def describe(value: object) -> str:
     """Say what came, shortly enough for an error message."""
     if hasattr(value, "dtype") and hasattr(value, "device"):  # a tensor; torch is not imported to ask
-        return f"a {value.dtype} tensor of shape {list(getattr(value, 'shape', ()))} on {value.device}"
+        shape = list(getattr(value, "shape", ()))
+        if type(value).__module__ != "numpy":
+            return f"a {value.dtype} tensor of shape {shape} on {value.device}"
+        if shape:
+            return f"a {value.dtype} array of shape {shape}"
     return f"{value!r} ({type(value).__name__})"
 
 

@@ -381,10 +381,12 @@ def load(name: str | Path, overrides: Mapping[str, Any] | None = None, vocab_siz
     path = find(name)
     table = io.read_toml(path, dict)
     for key, value in (overrides or {}).items():
-        *sections, last = key.split(".")
-        here = table
+        *sections, last = str(key).split(".")
+        here: Any = table
         for section in sections:
-            here = here.setdefault(section, {})
+            here = here.setdefault(section, {}) if isinstance(here, dict) else None
+        if not isinstance(here, dict):
+            raise ValueError(f"overrides: unknown key {key!r}{nearest(str(key), io.keys(Config))}")
         here[last] = value
     return from_table(table, str(path), vocab_size)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lengthen import io
 from lengthen.cli import demo
 from lengthen.cli.main import main
 from lengthen.data import Corpus, prepare
@@ -72,8 +73,12 @@ def test_a_demo_leaves_runs_and_a_page_and_the_same_numbers_for_the_same_seed(
     assert main(["demo", "--out", str(tmp_path / "two"), "--methods", "xpos", *words]) == 0
     losses = [one.loss for one in found[1].values()]
     assert [one.loss for one in results.read(tmp_path / "two" / "xpos").values()] == losses
+    file = tmp_path / "one" / "xpos" / "analysis" / "distance.json"
+    analysed = io.read_json(file, dict)
+    io.write_json(file, analysed | {"weights": "of another model", "rows": []})
     assert main(["demo", "--out", str(tmp_path / "one"), "--methods", "xpos", *words]) == 0  # nothing is done twice
     assert results.read(tmp_path / "one" / "xpos") == found[1]
+    assert io.read_json(file, dict) == analysed  # but what is of other weights is not what was asked for
     assert main(["demo", "--out", str(tmp_path / "one"), "--methods", "xpos", "--steps", "3", *words[2:]]) == 1
     assert "holds a run with other settings (train.steps: 2 → 3); choose another --out" in capsys.readouterr().err
 

@@ -199,7 +199,7 @@ def test_what_is_wrong_is_said(data: str, tmp_path: Path, capsys: Capture, monke
     assert "nowhere" in said
     Path("broken.toml").write_text("[model\n")
     assert refused(["broken.toml"], capsys).startswith("broken.toml: expected TOML, got something else: ")
-    for device in ("foo", "meta", "cuda:99", "xla", "cpu:7"):
+    for device in ("foo", "meta", "mps:7", "hpu", "xla", "cpu:7", "cuda:99"):
         said = refused(["tiny", "--data", data, "--device", device], capsys)
         assert said.startswith(f"--device: expected cpu, cuda or cuda:1, and one that is here, got {device!r}: ")
         assert len(said) < 400  # of some devices torch lists all of its own backends

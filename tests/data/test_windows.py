@@ -165,6 +165,11 @@ def test_wrong_options(corpus: Corpus, options: dict[str, object], said: str) ->
         Windows(corpus["train"], **{"length": 16, "batch": 4, **options})  # type: ignore[arg-type]
 
 
+def test_a_corpus_is_no_split(corpus: Corpus) -> None:
+    with pytest.raises(TypeError, match=r"tokens: expected one split of a corpus, as corpus\['train'\], got Corpus"):
+        Windows(corpus, length=16, batch=4)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -64,6 +64,7 @@ def test_a_checkpoints_folder_is_loaded(make: Make, tmp_path: Path) -> None:
     ids = torch.randint(19, (2, 30))
     assert torch.equal(load(tmp_path)(ids), model(ids))
     assert torch.equal(load(str(tmp_path))(ids), model(ids))
+    assert torch.equal(load(tmp_path, "cpu:0")(ids), model(ids))
 
 
 def test_the_file_needs_nothing_but_safetensors(make: Make, tmp_path: Path) -> None:

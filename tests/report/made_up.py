@@ -120,7 +120,13 @@ def analyses(positions: str) -> dict[str, dict[str, Any]]:
 def tasks(positions: str) -> list[dict[str, Any]]:
     """What `lengthen eval --task passkey,variables` would leave: two lines are of one point, the later replaces."""
     slope = abs(GROWTH.get(positions, 0.2))
-    about = {"kind": "task", "checkpoint": "step-00002000", "data": "9f86d081884c7d65", "device": "cpu"}
+    about = {
+        "kind": "task",
+        "positions": positions,
+        "checkpoint": "step-00002000",
+        "data": "9f86d081884c7d65",
+        "device": "cpu",
+    }
     first = {"task": "passkey", "length": 64, "depths": [0], "right": [0], "counts": [9]}
     lines: list[dict[str, Any]] = [about | first]
     for i, length in enumerate(LENGTHS[:4]):

@@ -58,6 +58,35 @@ def test_a_model_that_was_trained_anew_is_drawn_alone(one: Callable[..., Report]
     assert [(record.length, record.loss) for record in curve.records] == [(64, 2.0), (128, 2.0)]
 
 
+def test_a_checkpoint_that_is_there_is_drawn_before_one_that_is_gone(tmp_path: Path) -> None:
+    """As after a return to an earlier step, which sets those after it aside."""
+    here, gone = "a" * 64, "b" * 64
+    lines = [evaluation("alibi", n, checkpoint="step-00001000", step=1000, weights=here, loss=3.0) for n in (64, 128)]
+    lines += [evaluation("alibi", n, weights=gone, loss=2.0) for n in (64, 128)]
+    folder = write(tmp_path / "run", full=False, lines=lines)
+    assert collect([folder]).curves[0].first.weights == gone
+    for name, weights in (("step-00001000", here), ("aside-1-step-00002000", gone)):
+        (folder / "checkpoints" / name).mkdir(parents=True)
+        (folder / "checkpoints" / name / "SHA256SUMS").write_text(f"{weights}  model.safetensors\n")
+    assert [one.weights for one in collect([folder]).curves[0].records] == [here, here]
+
+
+def test_what_is_of_another_method_is_left_out(tmp_path: Path) -> None:
+    """As after another model was trained into the folder."""
+    folder = write(tmp_path / "run", "alibi")
+    config = folder / "config.toml"
+    config.write_text(config.read_text(encoding="utf-8").replace("alibi", "rotary"), encoding="utf-8")
+    other = write(tmp_path / "other", "xpos")
+    report = collect([folder, other])
+    assert [run.positions for run in report.runs] == ["xpos"]
+    assert report.notes == [f"{folder}: no measurements; `lengthen eval RUN` makes them"]
+    with (folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(evaluation("rotary", 64)) + "\n")
+    (run,) = collect([folder]).runs
+    assert [one.positions for one in run.evaluations] == ["rotary"]
+    assert (run.analyses, run.tasks) == ({}, [])
+
+
 def test_only_the_newest_checkpoint_is_drawn_and_all_are_kept(one: Callable[..., Report]) -> None:
     old = [evaluation("alibi", n, checkpoint="step-00001000", step=1000, loss=3.0) for n in (64, 128, 256)]
     report = one(*[evaluation("alibi", n) for n in (64, 128)], *old)

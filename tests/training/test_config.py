@@ -169,6 +169,12 @@ def test_overrides_of_every_type() -> None:
     ]
 
 
+@pytest.mark.parametrize("key", ["train.step", "train.steps.many", "steps", "model", 5])
+def test_an_override_of_no_key_is_named(key: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=rf"\b{key}\b"):
+        load("tiny", {key: 3})
+
+
 def test_the_vocabulary_fills_a_gap_and_no_more() -> None:
     assert load("tiny", vocab_size=300).model.vocab_size == 300
     assert load("tiny", {"model.vocab_size": 512}, vocab_size=300).model.vocab_size == 512

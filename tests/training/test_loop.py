@@ -315,6 +315,11 @@ def test_without_a_world_it_is_this_process_alone(corpus: Corpus, tmp_path: Path
     outcome = train(config, corpus, tmp_path)
     assert (outcome.step, outcome.finished) == (20, True)
     assert load_model(outcome.checkpoint).config.vocab_size == corpus.vocab_size == 258
+    wrong: Any = "tiny"
+    with pytest.raises(TypeError, match="config: expected a Config, got 'tiny'"):
+        train(wrong, corpus, tmp_path)
+    with pytest.raises(TypeError, match="corpus: expected a Corpus, got 'tiny'"):
+        train(config, wrong, tmp_path)
 
 
 @pytest.mark.parametrize(("tokenizer", "size"), [("bytes", None), ("bpe", 300)])

@@ -26,8 +26,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lengthen.checks import choice, flag, whole_number
-from lengthen.data.corpus import Tokens
+from lengthen.checks import choice, describe, flag, whole_number
+from lengthen.data.corpus import Corpus, Tokens
 from lengthen.data.settings import check_seed
 
 IGNORED = -100  # what torch's cross entropy leaves out
@@ -61,6 +61,8 @@ class Windows:
         order: str = "pack",
         document_mask: bool = False,
     ) -> None:
+        if isinstance(tokens, Corpus):
+            raise TypeError(f"tokens: expected one split of a corpus, as corpus['train'], got {describe(tokens)}")
         self.tokens = tokens
         self.length = whole_number("length", length, at_least=1)
         self.rows = whole_number("batch", batch, at_least=1)

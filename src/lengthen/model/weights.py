@@ -147,12 +147,13 @@ def opened(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> 
     from safetensors import SafetensorError, safe_open
 
     file = Path(path)
+    name = "cpu" if torch.device(device).type == "cpu" else str(device)  # safetensors know no cpu:0
     if file.is_dir():
         file = file / FILE
     if not file.is_file():
         raise FileNotFoundError(f"{file}: expected a model's weights, got no such file")
     try:
-        with safe_open(file, framework="pt", device=str(device)) as inner:
+        with safe_open(file, framework="pt", device=name) as inner:
             yield TensorFile(file, inner)
     except SafetensorError as problem:
         raise ValueError(f"{file}: expected a whole safetensors file, got one that cannot be read: {problem}") from None

@@ -22,6 +22,7 @@ class Analysis:
     """One file: its rows, with one number each, and what it was made from."""
 
     rows: list[Table]
+    positions: str | None = None
     checkpoint: str | None = None
     data: str | None = None
     device: str | None = None

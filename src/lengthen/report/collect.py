@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -108,6 +109,7 @@ class Run:
     analyses: dict[str, Analysis] = field(default_factory=dict)
     date: str = ""  # of the last measurement
     tasks: list[Asked] = field(default_factory=list)  # what was asked, and how much of it was right
+    weights: frozenset[str] = frozenset()  # the sha256 of the model's file of each checkpoint that is there
 
     def rows(self, kind: str) -> list[Table]:
         """Return the rows of one analysis, none if it was not made."""
@@ -212,14 +214,24 @@ def _run(word: str) -> Run | None:
     config = folder / "config.toml"
     model = read_toml(config, dict).get("model", {}) if config.is_file() else {}
     positions, train_length = (model.get(name, getattr(records[-1], name)) for name in ("positions", "train_length"))
+    records = [one for one in records if one.positions in (None, positions)]  # not of a model that was here before
+    if not records:
+        return None
     if not isinstance(positions, str):
         raise ValueError(f"{word}: expected `positions` in config.toml or evaluation.jsonl, got {positions!r}")
     train_length = whole_number(f"{word}: train_length", train_length, at_least=1)
     files = {kind: folder / "analysis" / f"{kind}.json" for kind in KINDS}
     analyses = {kind: read_analysis(path, kind) for kind, path in files.items() if path.is_file()}
+    analyses = {kind: one for kind, one in analyses.items() if one.positions in (None, positions)}
     date = datetime.datetime.fromtimestamp(source.stat().st_mtime, datetime.UTC).date().isoformat()
-    tasks = read_tasks(folder / "tasks.jsonl")
-    return Run(word, positions, train_length, "", model, records, analyses, date, tasks)
+    tasks = [one for one in read_tasks(folder / "tasks.jsonl") if one.positions in (None, positions)]
+    return Run(word, positions, train_length, "", model, records, analyses, date, tasks, _weights(folder))
+
+
+def _weights(folder: Path) -> frozenset[str]:
+    """Return the sha256 of the model's file of each checkpoint of a run."""
+    lines = "".join(path.read_text(errors="replace") for path in folder.glob("checkpoints/step-*/SHA256SUMS"))
+    return frozenset(re.findall(r"^([0-9a-f]{64})  model\.safetensors$", lines, flags=re.MULTILINE))
 
 
 def _labelled(runs: Sequence[Run]) -> list[Run]:
@@ -243,7 +255,8 @@ def _curves(run: Run, several: bool) -> Iterator[Curve]:
     for one in run.evaluations:
         groups.setdefault(one.curve, []).append(one)
     for group in sorted(groups.values(), key=lambda group: [*PROTOCOLS, group[0].protocol].index(group[0].protocol)):
-        last = max(reversed(group), key=lambda one: one.step or 0)  # of one step's, those of the weights measured last
+        # Those of a checkpoint that is there; of the latest step; of one step's, those of the weights measured last.
+        last = max(reversed(group), key=lambda one: (one.weights in run.weights, one.step or 0))
         newest = [one for one in group if (one.checkpoint, one.weights) == (last.checkpoint, last.weights)]
         records = sorted(newest, key=lambda one: one.length)
         words = [run.label, *([last.changed(run.model)] if last.changed(run.model) else [])]

@@ -29,6 +29,7 @@ class Asked:
     seed: int | None = None
     split: str | None = None
     position_options: Table = field(default_factory=dict)
+    positions: str | None = None
     checkpoint: str | None = None
     weights: str | None = None
     data: str | None = None

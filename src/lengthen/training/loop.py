@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthen import io
+from lengthen.checks import describe
 from lengthen.config import Config
 from lengthen.data import Corpus
 from lengthen.model import IGNORED, Transformer
@@ -64,6 +65,9 @@ def train(
         init: a checkpoint or a model's file, whose weights the run begins with at step 0 (see initial.py).
         force: start even if the estimate says that memory is too small.
     """
+    for name, value, kind in (("config", config, Config), ("corpus", corpus, Corpus)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name}: expected a {kind.__name__}, got {describe(value)}")
     with ExitStack() as stack:
         if here is None:
             here = stack.enter_context(world())

@@ -97,14 +97,14 @@ class World:
 
 def pick_device(name: str | None = None) -> torch.device:
     """Return the device of this name; without one, the process's GPU where there is one. Others are refused."""
-    kind = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if name is None else name
     try:
         chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
         if chosen.type == "cpu" and chosen.index is not None:
-            raise RuntimeError("a CPU has no number")
+            raise RuntimeError("the CPU has no number")
         torch.ones((), device=chosen).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as problem:  # what torch says of a device it lacks
-        why = re.split(r"\. |\n", str(problem))[0]  # of some, more than a thousand characters follow
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as problem:  # of a device that torch lacks
+        why = re.split(r"\n|\. ", str(problem))[0]
         raise ValueError(f"device: expected cpu, cuda or cuda:1, and one that is here, got {kind!r}: {why}") from None
     return chosen
 
