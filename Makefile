@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check  # -qq: errors alone
 TORCH := $(shell grep '^torch==' constraints.txt)
 PYTHON_FITS := import sys; v = sys.version_info[:2]; sys.exit(not (3, 11) <= v <= (3, 13))
 
-.PHONY: help setup test lint format demo bench docs dist clean
+.PHONY: help setup test slow lint format demo bench docs dist clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is
@@ -42,8 +42,11 @@ lint: setup ## ruff (rules and format) and mypy
 	$(BIN)/mypy
 	$(BIN)/mypy examples benchmarks
 
-test: lint ## lint, then every test
+test: lint ## lint, then every test that is not slow
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n auto $(ARGS)  # several processes share the cores: do not spin
+
+slow: setup ## the tests that `make test` skips, as they take more than ten seconds each
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n auto --slow -m slow $(ARGS)
 
 format: setup ## let ruff sort imports and lay out the code
 	$(BIN)/ruff check --fix .

@@ -25,6 +25,18 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
         if importlib.util.find_spec("triton.experimental.gluon") is not None:  # made of triton.language's functions
             importlib.import_module("triton.experimental.gluon.language")
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the slow tests too (`make slow` runs them alone)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: `make slow`, or pytest --slow, runs it"))
+
+
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
 )

@@ -63,6 +63,7 @@ def run(script: str, *words: str) -> str:
     return said.getvalue()
 
 
+@pytest.mark.slow
 def test_a_campaign_that_is_stopped_goes_on(tmp_path: Path) -> None:
     (tmp_path / "campaign.toml").write_text(CAMPAIGN)
     words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]

@@ -36,6 +36,7 @@ def page(running: Running) -> Iterator[Any]:
 def test_text_arrives_with_its_numbers_until_it_is_stopped(page: Any, running: Running) -> None:
     page.fill("#prompt", "<b>the sea")
     page.fill("#max_tokens", "90000")
+    page.fill("#temperature", "0")  # drawn tokens may be the end token, after a few of them
     page.click("#go")
     assert waited(lambda: page.evaluate("speeds.length > 1 && sizes.length > 1"))
     assert page.inner_text("#model") == "tiny"
