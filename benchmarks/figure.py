@@ -1,10 +1,11 @@
-"""The README's figure, from committed results: speed of attention by length, and perplexity by length.
+"""The README's figure, from committed results: speed and memory by length, and perplexity by length.
 
     python benchmarks/figure.py                 # writes docs/figures/overview.svg
 
-Left, attention_gpu: tokens per second of one attention call, forward, 16 heads × 64 in bfloat16. Right, replication_gpu
-with one seed: perplexity of models trained at 512 tokens, read at longer lengths under plain
-causal attention.
+Left, attention_gpu: tokens per second of one attention call, forward, 16 heads × 64 in bfloat16. Middle,
+accelerate_gpu: peak memory of a forward pass of MPT's 1B shape in transformers, and with `lengthen.accelerate`. Right,
+replication_gpu with one seed: perplexity of models trained at 512 tokens, read at longer lengths under plain causal
+attention.
 """
 
 from __future__ import annotations
@@ -18,8 +19,14 @@ import altair as alt
 
 ROOT = Path(__file__).parents[1]
 SPEED = ROOT / "benchmarks" / "results" / "attention_gpu-2026-11-16.json"
+MEMORY = ROOT / "benchmarks" / "results" / "accelerate_gpu-2026-11-18.json"
 PERPLEXITY = ROOT / "benchmarks" / "results" / "extrapolation_gpu-2026-11-18.json"
 CALLS = {"lengthen": "lengthen, ALiBi", "flex": "FlexAttention, ALiBi", "cudnn": "cuDNN, no bias"}
+VARIANTS = {
+    "accelerated": "with lengthen",
+    "transformers": "transformers",
+    "transformers, compiled": "compiled",
+}
 METHODS = {"alibi": "ALiBi", "xpos": "xPos", "rotary": "rotary", "sinusoidal": "sinusoidal"}
 POWER = "datum.value < 1024 ? datum.value : datum.value / 1024 + 'k'"  # how a length is written
 LENGTHS = [512 << power for power in range(9)]
@@ -45,6 +52,16 @@ def speeds() -> list[Row]:
     ]
 
 
+def memory() -> list[Row]:
+    """Return the peak memory of each way to run the model, in GiB, at each length that fits."""
+    measured = json.loads(MEMORY.read_text(encoding="utf-8"))["sections"]["mpt"]
+    return [
+        {"length": one["length"], "name": VARIANTS[one["variant"]], "value": one["value"]}
+        for one in measured
+        if one["what"] == "forward: peak memory" and one["value"] is not None
+    ]
+
+
 def perplexities() -> list[Row]:
     """Return the perplexity of each method on books, at each length."""
     measured = json.loads(PERPLEXITY.read_text(encoding="utf-8"))["rows"]
@@ -60,7 +77,8 @@ def panel(
 ) -> Any:
     """Return one panel: a line for each name, with the name at its end."""
     seen = [length for length in LENGTHS if any(row["length"] == length for row in rows)]
-    last = max(row["length"] for row in rows)
+    last = {name: max(row["length"] for row in rows if row["name"] == name) for name in names}
+    rows = [{**row, "last": row["length"] == last[row["name"]]} for row in rows]
     x = (
         alt.X("length:Q", title="length in tokens")
         .scale(type="log", base=2)
@@ -68,9 +86,9 @@ def panel(
     )
     y = alt.Y("value:Q", title=label).scale(type="log", domain=domain).axis(format=form, tickCount=5)
     colour = alt.Color("name:N").scale(domain=names, range=colours).legend(None)
-    base = alt.Chart(alt.InlineData(values=rows), title=title, width=330, height=260)
+    base = alt.Chart(alt.InlineData(values=rows), title=title, width=300, height=260)
     lines = base.mark_line(point=alt.OverlayMarkDef(size=36), strokeWidth=2).encode(x, y, colour)
-    ends = base.transform_filter(alt.datum.length == last)
+    ends = base.transform_filter("datum.last")
     marks = ends.mark_text(align="left", baseline="line-bottom", dx=8, dy=6, fontSize=12).encode(
         x, y, colour, alt.Text("name:N")
     )
@@ -89,7 +107,11 @@ def figure() -> Any:
         *(perplexities(), "Trained at 512 tokens, read at more", "perplexity", "d", [40.0, 400.0]),
         *([*METHODS.values()], [blue, green, grey, red]),
     )
-    return alt.hconcat(speed, perplexity, spacing=110).resolve_scale(color="independent").configure(**STYLE)
+    gigabytes = panel(
+        *(memory(), "MPT, 1B shape, forward, on one H200", "peak memory, GiB", "d", [2.0, 100.0]),
+        *([*VARIANTS.values()], [blue, red, grey]),
+    )
+    return alt.hconcat(speed, gigabytes, perplexity, spacing=40).resolve_scale(color="independent").configure(**STYLE)
 
 
 def main() -> None:
