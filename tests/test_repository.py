@@ -105,3 +105,9 @@ print(json.dumps(found))
     said = json.loads(done.stdout)
     assert len(said) == len(SCRIPTS) > 0
     assert {name: text for name, text in said.items() if not text.startswith("usage:")} == {}
+
+
+def test_the_overview_is_of_the_committed_results(tmp_path: Path) -> None:
+    made = tmp_path / "overview.svg"
+    subprocess.run([sys.executable, str(ROOT / "benchmarks" / "figure.py"), "--out", str(made)], check=True)
+    assert made.read_bytes() == (ROOT / "docs" / "figures" / "overview.svg").read_bytes()
