@@ -149,17 +149,18 @@ def attend(
         if others.get(name) is not None:
             raise ValueError(f"{name}: expected None, got one from {type(module).__name__}, which is not supported")
     mind_dropout(module.training, dropout)
-    bias = None
+    bias, tolerance = None, None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if position_bias is not None:  # t5.py: the sides that the module's queries see, [sides, heads, distances]
         bias = Table(position_bias[0], position_bias[1] if len(position_bias) == 2 else None, extended=True)
         causal = bias.ahead is None
+        tolerance = 0.0  # its last bucket has no end, so that looking for a reach would find none
     mask: Mask = Causal() if causal else Bidirectional()
     q_start: int | Tensor | None = None
     if attention_mask is not None:
         mask, q_start = listed(attention_mask, query, key, behind=bias is not None and causal)
     q, k = query.to(value.dtype), key.to(value.dtype)
-    out = attention(q, k, value, bias=bias, mask=mask, scale=scaling, q_start=q_start)
+    out = attention(q, k, value, bias=bias, mask=mask, scale=scaling, q_start=q_start, tolerance=tolerance)
     return out.transpose(1, 2).contiguous(), None
 
 
