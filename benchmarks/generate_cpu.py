@@ -144,16 +144,18 @@ def draw(source: Path, path: Path) -> None:
         "host bytes": ("cache in host memory, MB", 1e6),
     }
     sections = json.loads(source.read_text(encoding="utf-8"))["sections"]
-    names = list(POLICIES)
+    names = [policy for policy in POLICIES if policy in sections]
     colour = alt.Color("cache:N", sort=names, scale=alt.Scale(domain=names, range=list(COLOURS[: len(names)])))
     panels = []
     for what, (title, unit) in titles.items():
         rows = [
             {"cache": policy, "tokens": one["tokens"], "value": one["value"] / unit}
             for policy in names
-            for one in sections.get(policy, ())
+            for one in sections[policy]
             if one["what"] == what
         ]
+        if not any(row["value"] for row in rows):
+            continue
         chart = alt.Chart(alt.InlineData(values=rows), title=title).mark_line(point=True)
         x, y = alt.X("tokens:Q", title="tokens generated"), alt.Y("value:Q", title=None, scale=alt.Scale(zero=True))
         shape = alt.Shape("cache:N", sort=names, scale=alt.Scale(domain=names))
