@@ -1,11 +1,11 @@
 """The papers' claims and what the campaign found, as a table in Markdown: paper, ours, verdict.
 
     python benchmarks/replication_claims.py                       # of benchmarks/results/replication
-    python benchmarks/replication_claims.py DIR
+    python benchmarks/replication_claims.py DIR --speeds FILE
 
 Changes of perplexity are ratios of two readings of the same tokens, in per cent: the mean over seeds, the lowest and
 the highest, and the largest standard error of one (paired over segments of the text). A claim whose runs are not there
-yet says which are missing. Claims 6 and 7, of speed and memory, are `training_gpu.py`'s.
+yet says which are missing. Speeds and memory are those that `training_gpu.py` measured.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from lengthen.evaluation.errors import Difference, difference
 
 HOLDS, PARTLY, FAILS = "holds", "holds in part", "does not hold here"
 BASE = 512  # the campaign's training length
+SPEEDS = RESULTS.parent / "training_gpu-2026-11-18.json"
+BOTH = ("tokens_per_second", "gigabytes")
 PLAIN, BLOCKS = "nonoverlapping", "blockwise"
 
 
@@ -66,9 +68,10 @@ class Change:
 
 
 class Found:
-    """All results of a folder."""
+    """All results of a folder, and the speeds."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, speeds: Path) -> None:
+        self.rows: list[dict[str, Any]] = json.loads(speeds.read_text(encoding="utf-8"))["rows"]
         self.records: dict[str, dict[int, dict[str, Any]]] = {}
         for path in sorted(folder.glob("*.json")):
             record = json.loads(path.read_text(encoding="utf-8"))
@@ -102,9 +105,13 @@ class Found:
             raise MissingError(f"the same tokens of {at.run} and {beside.run}")
         return Change([one for one in found if one is not None])
 
-    def speed(self, at: At) -> float:
-        """Return the median tokens/s of a reading."""
-        return statistics.median(float(one["tokens_per_second"]) for one in self.readings(at).values())
+    def row(self, method: str, length: int, what: str = "tokens_per_second", model: str = "small") -> float:
+        """Return a speed, or the memory, of one model, method and length; the mean where it was measured twice."""
+        here = (model, method, length)
+        found = [float(one[what]) for one in self.rows if (one["model"], one["method"], one["length"]) == here]
+        if not found:
+            raise MissingError(":".join(map(str, here)))
+        return statistics.mean(found)
 
     def longest(self, run: str) -> int:
         """Return the longest plain reading of a run."""
@@ -139,16 +146,15 @@ def c2(found: Found) -> tuple[str, str]:
 
 def c3(found: Found) -> tuple[str, str]:
     twice, four = grows(found, "t5", times=2), grows(found, "t5", times=4)
-    return f"2L: {twice}; 4L: {four}", HOLDS if four.high <= 1.02 else PARTLY if twice.high <= 1.02 else FAILS
+    speeds = [found.row("t5", BASE, what) / found.row("sinusoidal", BASE, what) for what in BOTH]
+    cost = f"{speeds[0]:.2f} of sinusoidal's speed, {speeds[1]:.2f} of its memory"
+    verdict = HOLDS if four.high <= 1.02 and speeds[0] < 1 else PARTLY if twice.high <= 1.02 else FAILS
+    return f"2L: {twice}; 4L: {four}; trains at {cost}", verdict
 
 
 def c4(found: Found) -> tuple[str, str]:
     change = found.change(At("alibi", 3072), At("sinusoidal-3072", 3072))
-    speeds = [
-        statistics.median(x["training"]["tokens_per_second"] for x in found.of(run).values())
-        for run in ("alibi", "sinusoidal-3072")
-    ]
-    faster = speeds[0] / speeds[1]
+    faster = found.row("alibi", BASE) / found.row("sinusoidal", 3072)
     verdict = HOLDS if change.high < 1 and faster > 1 else PARTLY if change.high < 1 or faster > 1 else FAILS
     return f"ALiBi beside it, equal tokens: {change}; trains {faster:.2f} times as fast", verdict
 
@@ -156,6 +162,19 @@ def c4(found: Found) -> tuple[str, str]:
 def c5(found: Found) -> tuple[str, str]:
     far = grows(found, "alibi")
     return f"at {found.longest('alibi'):,}: {far}", HOLDS if far.high <= 1.02 else FAILS
+
+
+def c6(found: Found) -> tuple[str, str]:
+    faster, more = (found.row("alibi", 1024, what, "xl") / found.row("sinusoidal", 2048, what, "xl") for what in BOTH)
+    verdict = PARTLY if faster > 1 and more <= 1 else FAILS
+    return f"`xl`: {faster:.3f} of the speed, {more:.3f} of the memory; perplexity not measured", verdict
+
+
+def c7(found: Found) -> tuple[str, str]:
+    speeds = [found.row("alibi", length) / found.row("sinusoidal", length) for length in (BASE, 3072)]
+    memory = found.row("alibi", BASE, "gigabytes") / found.row("sinusoidal", BASE, "gigabytes")
+    said = f"{speeds[0]:.3f} of its speed at 512, {speeds[1]:.3f} at 3,072, {memory:.3f} of its memory"
+    return said, HOLDS if min(speeds) >= 0.99 and memory <= 1.01 else FAILS
 
 
 def c8(found: Found) -> tuple[str, str]:
@@ -209,8 +228,9 @@ def spearman(x: list[float], y: list[float]) -> float:
 
 
 def c13(found: Found) -> tuple[str, str]:
-    slower = found.speed(At("rotary", 4 * BASE)) / found.speed(At("xpos", 4 * BASE))
-    return f"xPos reads in {slower:.2f} of rotary's time", HOLDS if 1 < slower <= 1.1 else PARTLY
+    reads = "reading_tokens_per_second"
+    slower = found.row("rotary", BASE, reads) / found.row("xpos", BASE, reads)
+    return f"xPos reads in {slower:.3f} of rotary's time", HOLDS if 1 < slower <= 1.1 else FAILS
 
 
 def c14(found: Found) -> tuple[str, str]:
@@ -240,6 +260,8 @@ CLAIMS: dict[str, tuple[str, str, Callable[[Found], tuple[str, str]]]] = {
     "C3": ("T5's bias extrapolates", "19.65 → 18.8", c3),
     "C4": ("ALiBi at 512 beats sinusoidal at 3,072, read at 3,072, and trains faster", "18.40, 18.67; 1.8 ×", c4),
     "C5": ("ALiBi is flat or better far beyond L", "19.73 → 18.31", c5),
+    "C6": ("1.3B at 1,024 is as good as at 2,048, faster and smaller", "8.92, 9.01; 11 %", c6),
+    "C7": ("ALiBi is as fast and as small as sinusoidal", "within 1 %", c7),
     "C8": ("with a small stride ALiBi is flat: its gain is the early-token curse fading", "17.98 → 18.3", c8),
     "C9": ("xPos is better than rotary inside L", "23.31, 25.52", c9),
     "C10": ("xPos with blocks falls to 4L; rotary needs blocks", "23.3 → 20.7; 294 → 25.7", c10),
@@ -268,7 +290,9 @@ def main() -> int:
     parser.add_argument(
         "folder", type=Path, nargs="?", default=RESULTS, help="the JSON (benchmarks/results/replication)"
     )
-    print(table(Found(parser.parse_args().folder)))
+    parser.add_argument("--speeds", type=Path, default=SPEEDS, help="what training_gpu.py wrote")
+    options = parser.parse_args()
+    print(table(Found(options.folder, options.speeds)))
     return 0
 
 

@@ -4,22 +4,28 @@
         --test wikitext=wikitext-103-test.txt.xz --work work
     python benchmarks/replication_gpu.py … --minutes 25                # begins no run that may not end by then
     python benchmarks/replication_gpu.py … --runs alibi,rotary --seeds 1
+    CUDA_VISIBLE_DEVICES=1 python benchmarks/replication_gpu.py …       # beside it: takes runs that no other has
     python benchmarks/replication_gpu.py --plan                         # what is done, what is left
 
 What is trained and how it is read stands in `replication.toml`, or in another file (`--campaign`). A run whose JSON is
 in `--out` is done; the next one is begun. It can be stopped at any moment, and goes on where it was: in a run's
-training at its last checkpoint, in its readings at the next one. For that, `--work` has to be the same folder.
-`replication_claims.py` makes the table of claims from the JSON.
+training at its last checkpoint, in its readings at the next one. For that, `--work` has to be the same folder. Any
+number of processes may work on one folder, on several GPUs or on one; so the speeds in the JSON say how long it took,
+and claims about speed are `training_gpu.py`'s. `replication_claims.py` makes the table of claims.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
 import json
 import statistics
 import sys
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,18 +102,34 @@ def corpora(arguments: argparse.Namespace) -> tuple[Corpus, dict[str, Corpus]]:
     """Return the corpus to train on, and those to test on, with its tokenizer; those that are there already serve."""
     options: dict[str, Any] = {"separator": arguments.separator.encode().decode("unicode_escape"), "validation": 0}
     folder = arguments.work / "train"
-    training = made(arguments.train, folder, {"tokenizer": "bpe", "vocab_size": arguments.vocabulary, **options})
-    tests = {}
-    for word in arguments.test:
-        name, _, path = word.partition("=")
-        split: dict[str, Any] = {"split_before": "^ = [^=].* = $", "validation": 0} if "wikitext" in name else options
-        tests[name] = made(path, arguments.work / name, {"tokenizer": str(folder), **split})
+    with locked(arguments.work / "corpora.lock"):  # another process may be preparing them
+        training = made(arguments.train, folder, {"tokenizer": "bpe", "vocab_size": arguments.vocabulary, **options})
+        tests = {}
+        for word in arguments.test:
+            name, _, path = word.partition("=")
+            split: dict[str, Any] = (
+                {"split_before": "^ = [^=].* = $", "validation": 0} if "wikitext" in name else options
+            )
+            tests[name] = made(path, arguments.work / name, {"tokenizer": str(folder), **split})
     return training, tests
 
 
 def made(text: str | Path, folder: Path, options: dict[str, Any]) -> Corpus:
     """Return the corpus of a text, prepared into a folder unless it is there."""
     return Corpus.open(folder) if folder.is_dir() else prepare([text], folder, **options)
+
+
+@contextmanager
+def locked(path: Path, wait: bool = True) -> Iterator[bool]:
+    """Hold a lock against other processes; yield whether it is held, which may be false if it was not waited for."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def trained(run: Run, seed: int, campaign: Campaign, corpus: Corpus, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -185,27 +207,47 @@ def plan(campaign: Campaign, out: Path) -> str:
     return "\n".join([*lines, f"{len(lines) - left} of {len(lines)} runs are done"])
 
 
-def go(campaign: Campaign, jobs: list[tuple[Run, int]], arguments: argparse.Namespace) -> None:
-    """Do the jobs that are not done, one after the other, as long as there is time."""
-    began, longest = time.monotonic(), 0.0
+def do(
+    run: Run,
+    seed: int,
+    campaign: Campaign,
+    training: Corpus,
+    tests: dict[str, Corpus],
+    arguments: argparse.Namespace,
+) -> None:
+    """Train and read one model, and write what was found."""
+    torch.compiler.reset()  # torch compiles a function for eight models at the most, and then runs it uncompiled
+    record = {"run": run.name, "seed": seed, "claims": run.claims, **software()}
+    record["machine"] = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu"
+    record["training"] = trained(run, seed, campaign, training, arguments)
+    record["readings"] = readings(run, seed, campaign, tests, arguments)
+    record["analyses"] = analyses(run, seed, campaign, tests, arguments)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    write_text(result_of(run, seed, arguments.out), json.dumps(record, indent=1) + "\n")
+
+
+def go(campaign: Campaign, jobs: list[tuple[Run, int]], arguments: argparse.Namespace) -> int:
+    """Do the jobs that are neither done nor taken, as long as there is time; return how many failed."""
+    began, longest, failed = time.monotonic(), 0.0, 0
     training, tests = corpora(arguments)
     for run, seed in jobs:
-        path, started = result_of(run, seed, arguments.out), time.monotonic()
-        if path.is_file():
-            continue
-        if arguments.minutes is not None and started - began + longest > 60 * arguments.minutes:
-            print(f"the time is up before {run.name}, seed {seed}; the same command goes on from there")
-            return
-        record = {"run": run.name, "seed": seed, "claims": run.claims, **software()}
-        record["machine"] = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu"
-        record["training"] = trained(run, seed, campaign, training, arguments)
-        record["readings"] = readings(run, seed, campaign, tests, arguments)
-        record["analyses"] = analyses(run, seed, campaign, tests, arguments)
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(record, indent=1) + "\n")
+        started = time.monotonic()
+        with locked(folder_of(run, seed, arguments).with_suffix(".lock"), wait=False) as free:
+            if not free or result_of(run, seed, arguments.out).is_file():
+                continue
+            if arguments.minutes is not None and started - began + longest > 60 * arguments.minutes:
+                print(f"the time is up before {run.name}, seed {seed}; the same command goes on from there")
+                break
+            try:
+                do(run, seed, campaign, training, tests, arguments)
+            except Exception:  # the others are worth having
+                failed += 1
+                traceback.print_exc()
+                continue
         longest = max(longest, time.monotonic() - started)
-        print(f"{path.name}: {time.monotonic() - started:.0f} s", flush=True)
+        print(f"{run.name}, seed {seed}: {time.monotonic() - started:.0f} s", flush=True)
     print(plan(campaign, arguments.out).splitlines()[-1])
+    return failed
 
 
 def main() -> int:
@@ -237,11 +279,11 @@ def main() -> int:
         parser.error(f"--runs: expected some of {', '.join(names)}, got {', '.join(unknown)}")
     most = campaign.jobs() if arguments.seeds is None else [job for job in campaign.jobs() if job[1] < arguments.seeds]
     try:
-        go(campaign, [(run, seed) for run, seed in most if run.name in wanted], arguments)
+        failed = go(campaign, [(run, seed) for run, seed in most if run.name in wanted], arguments)
     except KeyboardInterrupt:
         print("stopped; the same command goes on from there")
         return 130
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

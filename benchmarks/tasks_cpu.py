@@ -20,6 +20,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from records import Report, parsed, parser_of, software
 from lengthen.config import from_table
 from lengthen.data import Corpus, prepare
 from lengthen.evaluation import open_run
+from lengthen.evaluation.runs import Subject
 from lengthen.evaluation.tasks import Draws, evaluate
 from lengthen.evaluation.tasks.training import make_corpus
 from lengthen.training import World, train
@@ -65,15 +67,21 @@ def measure(report: Report, method: str, text: Corpus, data: Corpus, folder: Pat
     table, began = config(method, text.vocab_size, steps), time.process_time()
     train(from_table(table, "benchmark"), data, folder / method, World(0, 1, torch.device("cpu")))
     took = time.process_time() - began
-    subject = open_run(folder / method)
-    for how in ("nonoverlapping", *(["blockwise"] if method in BLOCKWISE else [])):
-        for one in evaluate(subject, text, ["passkey"], lengths, how=how):
+    note = f"trained in {took:.0f} s of CPU time"
+    ask(report, method, open_run(folder / method), text, lengths, method in BLOCKWISE, note)
+
+
+def ask(
+    report: Report, method: str, subject: Subject, text: Corpus, lengths: Sequence[int], blockwise: bool, note: str
+) -> None:
+    """Ask for pass keys at every length, read plainly and, where it is wanted, in blocks; a record for each."""
+    split = "validation" if "validation" in text.splits else "train"
+    for how in ("nonoverlapping", *(["blockwise"] if blockwise else [])):
+        for one in evaluate(subject, text, ["passkey"], lengths, how=how, split=split):
             depths = ", ".join(f"{right}/{count}" for right, count in zip(one.right, one.counts, strict=True))
-            tokens = f"{100 * one.token_accuracy:.0f} % of tokens"
-            note = (
-                f"± {100 * one.standard_error:.1f} %; by depth {depths}; {tokens}; trained in {took:.0f} s of CPU time"
-            )
-            report.add(method, "passkey", {"read": how, "length": one.length}, 100 * one.accuracy, " %", note=note)
+            said = f"± {100 * one.standard_error:.1f} %; by depth {depths}; {100 * one.token_accuracy:.0f} % of tokens"
+            at = {"read": how, "length": one.length}
+            report.add(method, "passkey", at, 100 * one.accuracy, " %", note=f"{said}; {note}")
 
 
 def main() -> int:

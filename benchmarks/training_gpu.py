@@ -1,13 +1,14 @@
-"""Training speed on one GPU: tokens per second and model FLOP utilisation (MFU), one row a model and position method.
+"""Speed on one GPU: tokens per second of training and of reading, MFU and memory, one row a model, method and length.
 
-    python benchmarks/training_gpu.py                    # small and xl, every method; writes benchmarks/results
-    python benchmarks/training_gpu.py --models small --methods sinusoidal,alibi --lengths 512,1024,2048,16384 --steps 60
+    python benchmarks/training_gpu.py                    # the rows behind docs/training.md; writes benchmarks/results
+    python benchmarks/training_gpu.py small:sinusoidal:16384 small:alibi:16384 --steps 60
 
-Each row is the real loop (`lengthen.training.train`) on real windows with a vocabulary of 50,304, bf16 autocast and
-torch.compile, at the lengths that are asked for; the first steps, which compile, are not counted. A row's speed is the
-median over stretches of ten steps. Sinusoidal, the yardstick, is measured before and after the others: the two tell how
-far the machine drifts. Utilisation counts the operations that the model needs (`ModelConfig.flops_per_token`: attention
-at half of its square, nothing recomputed) over the data sheet's dense bf16 peak.
+A row is the real loop (`lengthen.training.train`) on real windows with a vocabulary of 50,304, bf16 autocast and
+torch.compile; the first steps, which compile, are not counted. Its speed is the median over stretches of ten steps.
+Reading is what evaluation does, a forward pass with its loss under bf16 autocast, not compiled: the median of ten.
+Sinusoidal, the yardstick at each length, may be asked for twice: the two tell how far the machine drifts. MFU, model
+FLOP utilisation, counts the operations that the model needs (`ModelConfig.flops_per_token`: attention at half of its
+square, nothing recomputed) over the data sheet's dense bf16 peak.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import argparse
 import contextlib
 import datetime
 import gc
-import itertools
 import json
 import statistics
 import tempfile
@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from records import software
 
+from lengthen import ModelConfig, Transformer
 from lengthen.data import Corpus, prepare
 from lengthen.io import literal
 from lengthen.training import Watcher, load, train, world
@@ -34,7 +36,12 @@ from lengthen.training.log import Record
 VOCABULARY = 50_304  # GPT-2's, padded to a multiple of 64
 TOKENS = {"small": 1 << 16, "xl": 1 << 14}  # in one pass: enough to fill the GPU
 STRETCH = 10  # steps between two readings of the speed
-METHODS = ("sinusoidal", "rotary", "xpos", "alibi", "t5")
+READINGS = 10  # timed forward passes, after two that are not
+ROWS = (
+    *("small:sinusoidal:512", "small:rotary:512", "small:xpos:512", "small:alibi:512", "small:t5:512"),
+    *("small:sinusoidal:512", "small:sinusoidal:3072", "small:alibi:3072", "small:sinusoidal:3072"),
+    *("xl:sinusoidal:1024", "xl:alibi:1024", "xl:sinusoidal:2048", "xl:sinusoidal:1024"),
+)
 
 
 class EnoughError(Exception):
@@ -62,7 +69,7 @@ class Meter(Watcher):
 
 
 def measure(model: str, method: str, length: int, corpus: Corpus, steps: int, extra: dict[str, Any]) -> Record:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.cuda.reset_peak_memory_stats()
     overrides = {
         "model.positions": method,
@@ -85,6 +92,7 @@ def measure(model: str, method: str, length: int, corpus: Corpus, steps: int, ex
         peak = here.peak_flops()
     speed = statistics.median(meter.speeds)
     needed = config.model.flops_per_token(config.model.train_length)
+    memory = torch.cuda.max_memory_allocated()
     gc.collect()
     torch.cuda.empty_cache()
     return {
@@ -94,20 +102,35 @@ def measure(model: str, method: str, length: int, corpus: Corpus, steps: int, ex
         "length": config.model.train_length,
         "windows": config.train.batch,
         "tokens_per_second": speed,
+        "reading_tokens_per_second": reading(config.model, config.train.batch),
         "spread": (max(meter.speeds) - min(meter.speeds)) / speed,
         "mfu": None if peak is None else speed * needed / peak,
-        "gigabytes": torch.cuda.max_memory_allocated() / 1e9,
+        "gigabytes": memory / 1e9,
         "seconds_to_ready": meter.ready,
         "last_loss": meter.losses[-1],
     }
 
 
+def reading(config: ModelConfig, windows: int) -> float:
+    """Return the tokens per second of forward passes with their loss."""
+    with torch.device("cuda"):
+        model = Transformer(config).eval()
+        ids = torch.randint(config.vocabulary, (windows, config.train_length))
+    times = []
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+        for _ in range(2 + READINGS):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            model(ids, targets=ids)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+    return ids.numel() / statistics.median(times[2:])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="small,xl", help="presets, with commas")
-    parser.add_argument("--methods", default=",".join(METHODS), help="position methods, with commas")
-    parser.add_argument("--steps", type=int, default=80, help="steps of each row")
-    parser.add_argument("--lengths", default="1024", help="training lengths, with commas")
+    parser.add_argument("rows", nargs="*", default=ROWS, metavar="PRESET:METHOD:LENGTH", help="what is measured")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each row (60)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the config")
     parser.add_argument("--data", type=Path, help="token shards; without it, the standard library's source")
     parser.add_argument("--out", type=Path, help="where the JSON goes (default: benchmarks/results, with the date)")
@@ -115,32 +138,17 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("this needs a CUDA device, and torch sees none")
     extra = {key: literal(value) for key, _, value in (word.partition("=") for word in arguments.set)}
-    today = datetime.date.today().isoformat()
-    path = arguments.out or Path(__file__).parent / "results" / f"training_gpu-{today}.json"
+    facts = {"benchmark": "training_gpu", **software(), "device": torch.cuda.get_device_name()}
+    path = arguments.out or Path(__file__).parent / "results" / f"training_gpu-{datetime.date.today().isoformat()}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus.open(arguments.data) if arguments.data else prepare(None, folder)
-        for model in arguments.models.split(","):
-            for length, (method, again) in itertools.product(
-                [int(word) for word in arguments.lengths.split(",")], order(arguments.methods.split(","))
-            ):
-                rows.append({**measure(model, method, length, corpus, arguments.steps, extra), "again": again})
-                print(told(rows[-1], rows), flush=True)
-                result: dict[str, Any] = {
-                    "benchmark": "training_gpu",
-                    "date": today,
-                    "device": torch.cuda.get_device_name(),
-                }
-                result |= {"torch": torch.__version__, "rows": rows}
-                path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        for model, method, length in (word.split(":") for word in arguments.rows):
+            rows.append(measure(model, method, int(length), corpus, arguments.steps, extra))
+            print(told(rows[-1], rows), flush=True)
+            path.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     print(f"written to {path}")
-
-
-def order(methods: list[str]) -> list[tuple[str, bool]]:
-    """Return the methods, and the yardstick once more after them."""
-    yardstick = [("sinusoidal", True)] if "sinusoidal" in methods else []
-    return [*((method, False) for method in methods), *yardstick]
 
 
 def told(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
@@ -153,6 +161,7 @@ def told(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     used = "" if row["mfu"] is None else f"{row['mfu']:6.1%} MFU"
     return (
         f"{row['model']:<6} {row['length']:>6,} {row['method']:<11} {row['tokens_per_second']:>10,.0f} tokens/s  "
+        f"reads {row['reading_tokens_per_second']:>10,.0f}  "
         f"{used}  {against}  "
         f"{row['gigabytes']:5.1f} GB  spread {row['spread']:.1%}  ready after {row['seconds_to_ready']:.0f} s"
     )
