@@ -4,7 +4,7 @@
 
 Left, attention_gpu: tokens per second of one attention call, forward, 16 heads × 64 in bfloat16. Middle,
 accelerate_gpu: peak memory of a forward pass of MPT's 1B shape in transformers, and with `lengthen.accelerate`. Right,
-replication_gpu with one seed: perplexity of models trained at 512 tokens, read at longer lengths under plain causal
+replication with one seed: perplexity of models trained at 512 tokens, read at longer lengths under plain causal
 attention.
 """
 

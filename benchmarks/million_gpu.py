@@ -1,6 +1,6 @@
 """One sequence of a million tokens, in one forward, on one GPU: an ALiBi model that was trained on 512.
 
-    python benchmarks/replication_gpu.py … --runs alibi --seeds 1 --work work   # trains the model
+    python benchmarks/replication.py … --runs alibi --seeds 1 --work work   # trains the model
     python benchmarks/million_gpu.py --run work/runs/alibi-0 --data work/books --out million.json
 
 Reads the first 1,048,576 tokens of the text as one sequence: loss by position, time, peak memory; and the same tokens

@@ -1,11 +1,12 @@
 """The papers' claims and what the campaign found, as a table in Markdown: paper, ours, verdict.
 
-    python benchmarks/replication_claims.py                       # of benchmarks/results/replication
-    python benchmarks/replication_claims.py DIR --speeds FILE
+    python benchmarks/replication_claims.py                       # of benchmarks/results/replication/small
+    python benchmarks/replication_claims.py --scale tiny
 
 Changes of perplexity are ratios of two readings of the same tokens, in per cent: the mean over seeds, the lowest and
 the highest, and the largest standard error of one (paired over segments of the text). A claim whose runs are not there
-yet says which are missing. Speeds and memory are those that `training_gpu.py` measured.
+yet says which are missing. L is the training length of the scale. Speeds and memory are those that `training_gpu.py`
+measured, of the preset `small` at both scales.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from replication_gpu import RESULTS
+from replication import HERE, RESULTS, Campaign
 
 from lengthen.evaluation.errors import Difference, difference
+from lengthen.io import read_toml
 
 HOLDS, PARTLY, FAILS = "holds", "holds in part", "does not hold here"
-BASE = 512  # the campaign's training length
-SPEEDS = RESULTS.parent / "training_gpu-2026-11-18.json"
-BOTH = ("tokens_per_second", "gigabytes")
+SPEEDS = RESULTS.parent / "training_gpu-lengths-2026-11-16.json"
+TRAINS, READS, MEMORY = "tokens_per_second", "reading_tokens_per_second", "gigabytes"
 PLAIN, BLOCKS = "nonoverlapping", "blockwise"
 
 
@@ -35,12 +36,15 @@ class MissingError(LookupError):
 
 
 class At(NamedTuple):
-    """A reading: of which run, how long, and how."""
+    """A reading: of which run, how long, and how; lengths and strides in training lengths."""
 
     run: str
-    length: int
+    times: int
     protocol: str = PLAIN
-    stride: int | None = None
+    stride: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.run} at {self.times}L, {self.protocol}"
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,10 @@ class Change:
 
 
 class Found:
-    """All results of a folder, and the speeds."""
+    """All results of a folder, whose models were trained at `length`, and the speeds."""
 
-    def __init__(self, folder: Path, speeds: Path) -> None:
+    def __init__(self, folder: Path, speeds: Path, length: int) -> None:
+        self.length = length
         self.rows: list[dict[str, Any]] = json.loads(speeds.read_text(encoding="utf-8"))["rows"]
         self.records: dict[str, dict[int, dict[str, Any]]] = {}
         for path in sorted(folder.glob("*.json")):
@@ -85,14 +90,14 @@ class Found:
 
     def readings(self, at: At) -> dict[int, dict[str, Any]]:
         """Return a reading of the first text, by seed."""
-        found = {}
+        found, stride = {}, None if at.stride is None else round(at.stride * self.length)
         for seed, record in self.of(at.run).items():
             for one in record["readings"]:
-                same = (one["length"], one["protocol"]) == (at.length, at.protocol)
-                if same and one["text"] == record["readings"][0]["text"] and at.stride in (None, one["stride"]):
+                same = (one["length"], one["protocol"]) == (at.times * self.length, at.protocol)
+                if same and one["text"] == record["readings"][0]["text"] and stride in (None, one["stride"]):
                     found[seed] = one
         if not found:
-            raise MissingError(f"{at.run} at {at.length:,}, {at.protocol}")
+            raise MissingError(str(at))
         return found
 
     def change(self, at: At, beside: At) -> Change:
@@ -105,18 +110,21 @@ class Found:
             raise MissingError(f"the same tokens of {at.run} and {beside.run}")
         return Change([one for one in found if one is not None])
 
-    def row(self, method: str, length: int, what: str = "tokens_per_second", model: str = "small") -> float:
-        """Return a speed, or the memory, of one model, method and length; the mean where it was measured twice."""
-        here = (model, method, length)
-        found = [float(one[what]) for one in self.rows if (one["model"], one["method"], one["length"]) == here]
-        if not found:
-            raise MissingError(":".join(map(str, here)))
-        return statistics.mean(found)
+    def ratio(self, one: str, other: str, what: str = TRAINS) -> float | None:
+        """Return one row's speed or memory beside another's, the mean of each; None where one was not measured.
+
+        A row is named as `training_gpu.py` names it: preset, method and length.
+        """
+        means = []
+        for name in (one, other):
+            rows = [row for row in self.rows if f"{row['model']}:{row['method']}:{row['length']}" == name]
+            means.append([float(row[what]) for row in rows if what in row])
+        return statistics.mean(means[0]) / statistics.mean(means[1]) if all(means) else None
 
     def longest(self, run: str) -> int:
-        """Return the longest plain reading of a run."""
+        """Return the longest plain reading of a run, in training lengths."""
         every = [one for record in self.of(run).values() for one in record["readings"]]
-        return max(int(one["length"]) for one in every if one["protocol"] == PLAIN)
+        return max(int(one["length"]) for one in every if one["protocol"] == PLAIN) // self.length
 
     def analysis(self, run: str, name: str) -> list[dict[str, Any]]:
         """Return an analysis of a run, of every seed."""
@@ -128,8 +136,17 @@ class Found:
 
 def grows(found: Found, run: str, protocol: str = PLAIN, times: int | None = None) -> Change:
     """Return the change from the training length to so many times it, or to the longest."""
-    length = BASE * times if times else found.longest(run)
-    return found.change(At(run, length, protocol), At(run, BASE))
+    return found.change(At(run, times or found.longest(run), protocol), At(run, 1))
+
+
+def of(ratio: float | None) -> str:
+    """As in "0.98"; a speed that is not there is said not to be."""
+    return "(not measured)" if ratio is None else f"{ratio:.3f}"
+
+
+def below(ratio: float | None, bound: float) -> bool:
+    """Return whether a speed was measured, and is below a bound."""
+    return ratio is not None and ratio < bound
 
 
 def c1(found: Found) -> tuple[str, str]:
@@ -146,46 +163,55 @@ def c2(found: Found) -> tuple[str, str]:
 
 def c3(found: Found) -> tuple[str, str]:
     twice, four = grows(found, "t5", times=2), grows(found, "t5", times=4)
-    speeds = [found.row("t5", BASE, what) / found.row("sinusoidal", BASE, what) for what in BOTH]
-    cost = f"{speeds[0]:.2f} of sinusoidal's speed, {speeds[1]:.2f} of its memory"
-    verdict = HOLDS if four.high <= 1.02 and speeds[0] < 1 else PARTLY if twice.high <= 1.02 else FAILS
-    return f"2L: {twice}; 4L: {four}; trains at {cost}", verdict
+    speed = found.ratio("small:t5:512", "small:sinusoidal:512")
+    memory = found.ratio("small:t5:512", "small:sinusoidal:512", MEMORY)
+    verdict = HOLDS if four.high <= 1.02 and below(speed, 1) else PARTLY if twice.high <= 1.02 else FAILS
+    cost = f"trains at {of(speed)} of sinusoidal's speed in {of(memory)} of its memory"
+    return f"2L: {twice}; 4L: {four}; {cost}", verdict
 
 
 def c4(found: Found) -> tuple[str, str]:
-    change = found.change(At("alibi", 3072), At("sinusoidal-3072", 3072))
-    faster = found.row("alibi", BASE) / found.row("sinusoidal", 3072)
-    verdict = HOLDS if change.high < 1 and faster > 1 else PARTLY if change.high < 1 or faster > 1 else FAILS
-    return f"ALiBi beside it, equal tokens: {change}; trains {faster:.2f} times as fast", verdict
+    change = found.change(At("alibi", 6), At("sinusoidal-6L", 6))
+    slower = found.ratio("small:sinusoidal:3072", "small:alibi:512")
+    better, faster = change.high < 1, below(slower, 1)
+    verdict = HOLDS if better and faster else PARTLY if better or faster else FAILS
+    return f"ALiBi beside it, equal tokens: {change}; sinusoidal trains at {of(slower)} of ALiBi's speed", verdict
 
 
 def c5(found: Found) -> tuple[str, str]:
     far = grows(found, "alibi")
-    return f"at {found.longest('alibi'):,}: {far}", HOLDS if far.high <= 1.02 else FAILS
+    return f"at {found.longest('alibi')}L: {far}", HOLDS if far.high <= 1.02 else FAILS
 
 
 def c6(found: Found) -> tuple[str, str]:
-    faster, more = (found.row("alibi", 1024, what, "xl") / found.row("sinusoidal", 2048, what, "xl") for what in BOTH)
-    verdict = PARTLY if faster > 1 and more <= 1 else FAILS
-    return f"`xl`: {faster:.3f} of the speed, {more:.3f} of the memory; perplexity not measured", verdict
+    change = found.change(At("alibi", 2), At("sinusoidal-2L", 2))
+    slower = found.ratio("xl:sinusoidal:2048", "xl:alibi:1024")
+    memory = found.ratio("xl:alibi:1024", "xl:sinusoidal:2048", MEMORY)
+    verdict = HOLDS if change.high <= 1.02 and below(slower, 1) else PARTLY if change.high <= 1.02 else FAILS
+    speed = f"`xl`: sinusoidal trains at {of(slower)} of ALiBi's speed, ALiBi in {of(memory)} of its memory"
+    return f"L beside 2L, read at 2L: {change}; {speed}", verdict
 
 
 def c7(found: Found) -> tuple[str, str]:
-    speeds = [found.row("alibi", length) / found.row("sinusoidal", length) for length in (BASE, 3072)]
-    memory = found.row("alibi", BASE, "gigabytes") / found.row("sinusoidal", BASE, "gigabytes")
-    said = f"{speeds[0]:.3f} of its speed at 512, {speeds[1]:.3f} at 3,072, {memory:.3f} of its memory"
-    return said, HOLDS if min(speeds) >= 0.99 and memory <= 1.01 else FAILS
+    rows = {length: (f"small:alibi:{length}", f"small:sinusoidal:{length}") for length in (512, 1024, 2048)}
+    speeds = {length: found.ratio(*pair) for length, pair in rows.items()}
+    memory = found.ratio(*rows[512], MEMORY)
+    said = ", ".join(f"{of(speed)} of its speed at {length:,}" for length, speed in speeds.items())
+    if memory is None or any(speed is None for speed in speeds.values()):
+        raise MissingError("a speed")
+    verdict = FAILS if memory > 1.01 or any(below(speed, 0.99) for speed in speeds.values()) else HOLDS
+    return f"{said}, {of(memory)} of its memory", verdict
 
 
 def c8(found: Found) -> tuple[str, str]:
-    fine = found.change(At("alibi", 2048, "sliding", 64), At("alibi", 512, "sliding", 64))
+    fine = found.change(At("alibi", 4, "sliding", 0.125), At("alibi", 1, "sliding", 0.125))
     plain = grows(found, "alibi", times=4)
     verdict = HOLDS if abs(fine.low - 1) < 0.01 and abs(fine.high - 1) < 0.01 and plain.high < fine.low else FAILS
-    return f"512 → 2,048 with stride 64: {fine}; nonoverlapping: {plain}", verdict
+    return f"L → 4L with stride L/8: {fine}; nonoverlapping: {plain}", verdict
 
 
 def c9(found: Found) -> tuple[str, str]:
-    change = found.change(At("xpos", BASE), At("rotary", BASE))
+    change = found.change(At("xpos", 1), At("rotary", 1))
     return f"xPos beside rotary: {change}", HOLDS if change.high < 1 else FAILS
 
 
@@ -197,7 +223,7 @@ def c10(found: Found) -> tuple[str, str]:
 
 
 def c11(found: Found) -> tuple[str, str]:
-    change = found.change(At("alibi", 4 * BASE, BLOCKS), At("alibi", 4 * BASE))
+    change = found.change(At("alibi", 4, BLOCKS), At("alibi", 4))
     return f"4L, blockwise beside plain: {change}", HOLDS if change.low > 1 else FAILS
 
 
@@ -210,7 +236,7 @@ def c12(found: Found) -> tuple[str, str]:
             row["resolution"]
             for one in found.analysis(run, "resolution")
             for row in one["rows"]
-            if row["length"] == 2 * BASE and not row["blockwise"]
+            if row["length"] == 2 * found.length and not row["blockwise"]
         )
         for run in runs
     }
@@ -228,16 +254,17 @@ def spearman(x: list[float], y: list[float]) -> float:
 
 
 def c13(found: Found) -> tuple[str, str]:
-    reads = "reading_tokens_per_second"
-    slower = found.row("rotary", BASE, reads) / found.row("xpos", BASE, reads)
-    return f"xPos reads in {slower:.3f} of rotary's time", HOLDS if 1 < slower <= 1.1 else FAILS
+    speed = found.ratio("small:xpos:512", "small:rotary:512", READS)
+    if speed is None:
+        raise MissingError("the speed of reading")
+    return f"xPos reads at {of(speed)} of rotary's speed", HOLDS if 0.9 <= speed < 1 else FAILS
 
 
 def c14(found: Found) -> tuple[str, str]:
     parts = []
     for learned, fixed in (("alibi-learned", "alibi"), ("xpos-learned", "xpos")):
-        for length in (BASE, 16 * BASE):
-            parts.append(f"{learned} at {length:,}: {found.change(At(learned, length), At(fixed, length))}")
+        for times in (1, 16):
+            parts.append(f"{learned} beside {fixed} at {times}L: {found.change(At(learned, times), At(fixed, times))}")
     for run in ("encoder-alibi", "encoder-xpos", "encoder-rotary"):
         parts.append(f"{run}, 4L: {grows(found, run, times=4)}")
     return "; ".join(parts), "an open question in the papers"
@@ -287,12 +314,14 @@ def table(found: Found) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "folder", type=Path, nargs="?", default=RESULTS, help="the JSON (benchmarks/results/replication)"
-    )
+    parser.add_argument("--scale", default="small", help="of the campaign (small)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="JSON, by scale (benchmarks/results/replication)")
     parser.add_argument("--speeds", type=Path, default=SPEEDS, help="what training_gpu.py wrote")
     options = parser.parse_args()
-    print(table(Found(options.folder, options.speeds)))
+    scales = read_toml(HERE / "replication.toml", Campaign).scales
+    if options.scale not in scales:
+        parser.error(f"--scale: expected one of {', '.join(scales)}, got {options.scale}")
+    print(table(Found(options.results / options.scale, options.speeds, scales[options.scale].length)))
     return 0
 
 

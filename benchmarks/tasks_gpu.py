@@ -1,8 +1,8 @@
 """Pass keys at up to sixteen times the training length: `small`, trained on books and then on the task's format.
 
-    python benchmarks/tasks_gpu.py --work work        # after replication_gpu.py: its corpora and models are in `work`
-    python benchmarks/tasks_gpu.py --work work --only alibi,rotary
-    python benchmarks/tasks_gpu.py --work work --device cpu --quick
+    python benchmarks/tasks_gpu.py --work work/small     # after replication.py: its corpora and models are there
+    python benchmarks/tasks_gpu.py --work work/small --only alibi,rotary
+    python benchmarks/tasks_gpu.py --work work/small --device cpu --quick
 
 A model of the replication campaign (512 tokens, 600 steps of books, the first seed) goes on for 200 steps of 128
 windows of 512 tokens, which hold documents of the passkey format in books, of up to 256 tokens, that do not see each
@@ -57,7 +57,7 @@ def measure(report: Report, method: str, work: Path, data: Corpus, text: Corpus,
 
 def main() -> int:
     parser = parser_of(__doc__, METHODS)
-    parser.add_argument("--work", type=Path, default=Path("work"), help="the campaign's folder (work)")
+    parser.add_argument("--work", type=Path, default=Path("work/small"), help="the campaign's folder (work/small)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parsed(parser, "tasks_gpu", METHODS)
     text, around = Corpus.open(options.work / "books"), Corpus.open(options.work / "train")

@@ -18,36 +18,35 @@ from lengthen.training import load
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 CAMPAIGN = """
+[scales.least]
 preset = "tiny"
-lengths = [16, 32]
+length = 16
+batch = 2
+steps = 20
+vocabulary = 300
 tokens = 300
-[set]
-"model.train_length" = 16
-"model.layers" = 1
-"model.width" = 32
-"model.heads" = 4
-"train.steps" = 20
-"train.batch" = 2
-"evaluation.every" = 0
-"checkpoint.every" = 10
+set = { "model.layers" = 1, "model.width" = 32, "model.heads" = 4, "schedule.warmup" = 2 }
+options = { t5 = { max_distance = 8 } }
 [[runs]]
 name = "wrong"
+positions = "nope"
 seeds = 1
 claims = []
-set = { "model.positions" = "nope" }
 [[runs]]
 name = "alibi"
 seeds = 1
 claims = ["C5"]
-set = { "model.positions" = "alibi" }
-strides = [[32, 8]]
+times = [1, 2]
+sliding = [[2, 0.5]]
 resolution = true
 induction = true
 [[runs]]
 name = "encoder"
+positions = "rotary"
+kind = "encoder"
 seeds = 1
 claims = ["C14"]
-set = { "model.positions" = "rotary", "model.kind" = "encoder" }
+times = [1]
 protocols = ["nonoverlapping"]
 """
 
@@ -76,21 +75,21 @@ def test_a_campaign_that_is_stopped_goes_on(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text(text)
     (tmp_path / "test.txt").write_text(text[:8000])
     options = [
-        *("--device", "cpu", "--vocabulary", "300", "--campaign", str(tmp_path / "campaign.toml")),
+        *("--device", "cpu", "--scale", "least", "--campaign", str(tmp_path / "campaign.toml")),
         *("--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")),
         *("--train", str(tmp_path / "train.txt"), "--test", f"books={tmp_path / 'test.txt'}"),
     ]
-    command = [sys.executable, str(BENCHMARKS / "replication_gpu.py"), *options]
+    command = [sys.executable, str(BENCHMARKS / "replication.py"), *options]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    metrics, end = tmp_path / "work" / "runs" / "alibi-0" / "metrics.jsonl", time.monotonic() + 60
+    metrics, end = tmp_path / "work" / "least" / "runs" / "alibi-0" / "metrics.jsonl", time.monotonic() + 60
     while not metrics.exists() and first.poll() is None and time.monotonic() < end:
         time.sleep(0.01)
     first.send_signal(signal.SIGTERM)
     first.communicate(timeout=60)
 
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as beside:  # neither does what the other does
-        run("replication_gpu.py", *options, code=1)
-    records = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").iterdir()}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL):  # neither does what the other does
+        run("replication.py", *options, code=1)
+    records = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out" / "least").iterdir()}
     assert set(records) == {"alibi-0", "encoder-0"}
     one = records["alibi-0"]
     assert one["training"]["config"]["train"]["seed"] == 0
@@ -98,12 +97,12 @@ def test_a_campaign_that_is_stopped_goes_on(tmp_path: Path) -> None:
     assert {(x["length"], x["protocol"]) for x in one["readings"]} == {
         *((16, "nonoverlapping"), (16, "blockwise"), (32, "nonoverlapping"), (32, "blockwise"), (32, "sliding"))
     }
-    assert [x["analysis"] for x in one["analyses"]] == ["resolution", "induction", "induction"]
+    assert [x["analysis"] for x in one["analyses"]] == ["resolution", *4 * ["induction"]]
     assert {x["task"] for x in records["encoder-0"]["readings"]} == {"masked tokens"}
-    assert run("replication_gpu.py", *options, code=1) == "2 of 3 runs are done\n"  # one cannot be, and says so
-    asked = ["--work", str(tmp_path / "work"), "--device", "cpu", "--quick", "--only", "alibi"]
+    assert run("replication.py", *options, code=1) == "2 of 3 runs are done\n"  # one cannot be, and says so
+    asked = ["--work", str(tmp_path / "work" / "least"), "--device", "cpu", "--quick", "--only", "alibi"]
     assert run("tasks_gpu.py", *asked).count("alibi    passkey") == 2
-    assert run("replication_gpu.py", *options, "--plan").count("done  ") == 2
+    assert run("replication.py", *options, "--plan").count("done  ") == 2
 
 
 def reading(length: int, loss: float, protocol: str = "nonoverlapping", **more: Any) -> dict[str, Any]:
@@ -120,18 +119,18 @@ def test_claims_are_of_paired_readings(tmp_path: Path) -> None:
         ("alibi", 0): (3.9, 3.88, 3.85),
         ("xpos", 0): (3.95, 3.95, 4.2),
     }
+    (tmp_path / "small").mkdir()
     for (name, seed), values in losses.items():
         readings = [reading(length, loss) for length, loss in zip((512, 1024, 16384), values, strict=True)]
         record = {"run": name, "seed": seed, "training": {}, "readings": readings, "analyses": []}
-        (tmp_path / f"{name}-{seed}.json").write_text(json.dumps(record))
-    speeds = {("alibi", 512): 300, ("sinusoidal", 512): 300, ("sinusoidal", 3072): 200, ("alibi", 3072): 201}
+        (tmp_path / "small" / f"{name}-{seed}.json").write_text(json.dumps(record))
+    speeds = {(method, length): 300 for method in ("alibi", "sinusoidal") for length in (512, 1024, 2048)}
     measured = [
         {"model": "small", "method": method, "length": length, "tokens_per_second": speed, "gigabytes": 20}
         for (method, length), speed in speeds.items()
     ]
-    (tmp_path / "speeds").mkdir()
-    (tmp_path / "speeds" / "training.json").write_text(json.dumps({"rows": measured}))
-    done = run("replication_claims.py", str(tmp_path), "--speeds", str(tmp_path / "speeds" / "training.json"))
+    (tmp_path / "training.json").write_text(json.dumps({"rows": measured}))
+    done = run("replication_claims.py", "--results", str(tmp_path), "--speeds", str(tmp_path / "training.json"))
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.splitlines()]
     rows = {row[0]: row for row in cells[2:]}
     assert "+73.5 % (+64.9 … +82.2, 2 seeds, s.e." in rows["C1"][3]  # e^0.5 and e^0.6
@@ -146,13 +145,16 @@ def test_claims_are_of_paired_readings(tmp_path: Path) -> None:
 
 
 def test_the_committed_campaign_can_be_run() -> None:
+    from replication import HERE, Campaign
     from replication_claims import CLAIMS
-    from replication_gpu import HERE, Campaign
 
     campaign = read_toml(HERE / "replication.toml", Campaign)
-    for one in campaign.runs:
-        config = load(campaign.preset, {**campaign.set, **one.set}, 16384)
-        config.model.position_method()
+    for scale in campaign.scales.values():
+        for one in campaign.runs:
+            config = load(scale.preset, one.overrides(scale, seed=0), scale.vocabulary)
+            config.model.position_method()
+            tokens = config.train.steps * config.train.batch * config.model.train_length
+            assert tokens == pytest.approx(scale.steps * scale.batch * scale.length, rel=0.01)
     assert len({one.name for one in campaign.runs}) == len(campaign.runs)
-    of_speed = {"C6", "C7"}
+    of_speed = {"C7"}
     assert {claim for one in campaign.runs for claim in one.claims} == set(CLAIMS) - of_speed

@@ -1,17 +1,18 @@
-"""The papers' claims: a campaign of models, each trained short and read long, one JSON for each run and seed.
+"""The papers' claims: a campaign of models, each trained short and evaluated long, one JSON for each run and seed.
 
-    python benchmarks/replication_gpu.py --train books-train.txt.xz --separator '\\0' --test books=books-test.txt.xz \\
+    python benchmarks/replication.py --train books-train.txt.xz --test books=books-test.txt.xz \\
         --test wikitext=wikitext-103-test.txt.xz --work work
-    python benchmarks/replication_gpu.py … --minutes 25                # begins no run that may not end by then
-    python benchmarks/replication_gpu.py … --runs alibi,rotary --seeds 1
-    CUDA_VISIBLE_DEVICES=1 python benchmarks/replication_gpu.py …       # beside it: takes runs that no other has
-    python benchmarks/replication_gpu.py --plan                         # what is done, what is left
+    python benchmarks/replication.py … --minutes 25                # starts no run that may not end by then
+    python benchmarks/replication.py … --runs alibi,rotary --seeds 1
+    python benchmarks/replication.py … --scale tiny                # the same runs, small enough for a laptop
+    CUDA_VISIBLE_DEVICES=1 python benchmarks/replication.py …      # beside it: takes runs that no other has
+    python benchmarks/replication.py --plan                        # what is done, what is left
 
-What is trained and how it is read stands in `replication.toml`, or in another file (`--campaign`). A run whose JSON is
-in `--out` is done; the next one is begun. It can be stopped at any moment, and goes on where it was: in a run's
-training at its last checkpoint, in its readings at the next one. For that, `--work` has to be the same folder. Any
-number of processes may work on one folder, on several GPUs or on one; so the speeds in the JSON say how long it took,
-and claims about speed are `training_gpu.py`'s. `replication_claims.py` makes the table of claims.
+What is trained, and how it is evaluated, is in `replication.toml`, or in another file (`--campaign`). A run whose JSON
+is in `--out` is done. The campaign can be stopped at any moment; the same command resumes it: training at its last
+checkpoint, evaluation at the next length. For that, `--work` has to be the same folder. Any number of processes may
+work on one folder: one on each GPU, or on a CPU one for each core, with OMP_NUM_THREADS=1. So the speeds in the JSON
+say how long it took, and claims about speed are `training_gpu.py`'s. `replication_claims.py` makes the table of claims.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from typing import Any
 import torch
 from records import software
 
+from lengthen import alibi_slopes
 from lengthen.data import Corpus, prepare
 from lengthen.evaluation import evaluate, open_run, protocol
 from lengthen.evaluation.analyses import induction, resolution
@@ -43,33 +45,72 @@ from lengthen.training.log import Record
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "replication"
-ANALYSED = 65_536  # tokens that an analysis reads at each length
-FAR = 8  # times the training length: where resolution is read at the most
+QUARTERS = 4  # of training, after each of which copying is measured
+FAR = (1, 2, 4, 8)  # training lengths that resolution is measured at
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the models of a campaign are, and how long they train."""
+
+    preset: str
+    length: int  # L: of a training window
+    batch: int  # windows in a step
+    steps: int
+    vocabulary: int  # of the BPE
+    tokens: int  # scored at each length
+    set: dict[str, Any] = field(default_factory=dict)  # further keys of the config
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # of position methods, by name
 
 
 @dataclass(frozen=True)
 class Run:
-    """One model: how it differs, and how it is read."""
+    """One model: how it differs from the others, and how it is evaluated."""
 
     name: str
     seeds: int
     claims: list[str]
-    set: dict[str, Any]
-    lengths: list[int] | None = None  # none: the campaign's
+    positions: str | None = None  # none: the run's name
+    options: dict[str, Any] = field(default_factory=dict)  # of the position method
+    flattest: float | None = None  # ALiBi's smallest slope, in place of the paper's
+    kind: str = "decoder"
+    window: int = 1  # of training, in training lengths; the tokens of a step are the same
+    times: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])  # training lengths that it is evaluated at
     protocols: list[str] = field(default_factory=lambda: ["nonoverlapping", "blockwise"])
-    strides: list[list[int]] = field(default_factory=list)  # length and stride of sliding evaluations
+    sliding: list[list[float]] = field(default_factory=list)  # length and stride, in training lengths
     resolution: bool = False
-    induction: bool = False  # at every checkpoint that was kept
+    induction: bool = False  # at a quarter, a half, three quarters and the end of training
+
+    def overrides(self, scale: Scale, seed: int) -> dict[str, Any]:
+        """Return the keys of the config in which this run differs from its preset."""
+        positions, windows = self.positions or self.name, scale.batch // self.window
+        options = {**scale.options.get(positions, {}), **self.options}
+        if self.flattest is not None:
+            heads = load(scale.preset).model.heads
+            slopes = alibi_slopes(heads).tolist()
+            options["slopes"] = [self.flattest if slope == min(slopes) else slope for slope in slopes]
+        return {
+            "model.kind": self.kind,
+            "model.positions": positions,
+            "model.position_options": options,
+            "model.train_length": self.window * scale.length,
+            "train.seed": seed,
+            "train.batch": windows,
+            "train.micro_batch": windows,
+            "train.steps": round(scale.steps * scale.batch / (self.window * windows)),
+            "schedule.shape": "trapezoid",
+            "evaluation.every": 0,
+            "checkpoint.every": scale.steps // QUARTERS if self.induction else 0,  # 0: at the end, or when stopped
+            "checkpoint.keep": QUARTERS,
+            **scale.set,
+        }
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """Runs, and what they share."""
+    """Runs, and the scales that they can be done at."""
 
-    preset: str
-    lengths: list[int]
-    tokens: int  # scored at each length
-    set: dict[str, Any]
+    scales: dict[str, Scale]
     runs: list[Run]
 
     def jobs(self) -> list[tuple[Run, int]]:
@@ -98,12 +139,12 @@ class Pace(Watcher):
             print(f"{self.name}: step {record['step']}/{self.steps}, loss {record['loss']:.3f}, {speed}", flush=True)
 
 
-def corpora(arguments: argparse.Namespace) -> tuple[Corpus, dict[str, Corpus]]:
+def corpora(scale: Scale, arguments: argparse.Namespace) -> tuple[Corpus, dict[str, Corpus]]:
     """Return the corpus to train on, and those to test on, with its tokenizer; those that are there already serve."""
     options: dict[str, Any] = {"separator": arguments.separator.encode().decode("unicode_escape"), "validation": 0}
     folder = arguments.work / "train"
     with locked(arguments.work / "corpora.lock"):  # another process may be preparing them
-        training = made(arguments.train, folder, {"tokenizer": "bpe", "vocab_size": arguments.vocabulary, **options})
+        training = made(arguments.train, folder, {"tokenizer": "bpe", "vocab_size": scale.vocabulary, **options})
         tests = {}
         for word in arguments.test:
             name, _, path = word.partition("=")
@@ -132,10 +173,9 @@ def locked(path: Path, wait: bool = True) -> Iterator[bool]:
             yield True
 
 
-def trained(run: Run, seed: int, campaign: Campaign, corpus: Corpus, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train one model, or go on training it; return how that went."""
-    overrides = {**campaign.set, **run.set, "train.seed": seed}
-    config = load(campaign.preset, overrides, corpus.vocab_size)
+def trained(run: Run, seed: int, scale: Scale, corpus: Corpus, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train one model, or resume its training; return how that went."""
+    config = load(scale.preset, run.overrides(scale, seed), corpus.vocab_size)
     name, folder, began = f"{run.name}, seed {seed}", folder_of(run, seed, arguments), time.monotonic()
     pace = Pace(name, config.train.steps)
     with world(arguments.device) as here:
@@ -149,40 +189,41 @@ def trained(run: Run, seed: int, campaign: Campaign, corpus: Corpus, arguments: 
 
 
 def readings(
-    run: Run, seed: int, campaign: Campaign, tests: dict[str, Corpus], arguments: argparse.Namespace
+    run: Run, seed: int, scale: Scale, tests: dict[str, Corpus], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Read one model at every length, under every protocol; what was read before is not read again."""
+    """Evaluate one model at every length, under every protocol, unless it was evaluated before."""
     subject, found = open_run(folder_of(run, seed, arguments), device=arguments.device), []
     base = subject.model.config.train_length
     for text, corpus in tests.items():
-        fitting = [n for n in run.lengths or campaign.lengths if n < len(corpus["train"])]
-        chosen = [protocol(kind, n, base) for n in fitting for kind in run.protocols]
-        chosen += [protocol("sliding", length, base, stride) for length, stride in run.strides]
-        for one in evaluate(subject, corpus, chosen, split="train", tokens=campaign.tokens):
+        lengths = [times * scale.length for times in run.times]
+        chosen = [protocol(kind, n, base) for n in lengths if n < len(corpus["train"]) for kind in run.protocols]
+        for times in run.sliding:
+            length, stride = (round(one * scale.length) for one in times)
+            chosen.append(protocol("sliding", length, base, stride))
+        for one in evaluate(subject, corpus, chosen, split="train", tokens=scale.tokens):
             print(f"{run.name} on {text} at {one.length:,}, {one.protocol}: {one.perplexity:.3f}", flush=True)
             found.append({"text": text, **one.record()})
     return found
 
 
 def analyses(
-    run: Run, seed: int, campaign: Campaign, tests: dict[str, Corpus], arguments: argparse.Namespace
+    run: Run, seed: int, scale: Scale, tests: dict[str, Corpus], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Return the analyses that the run asks for, on the first text."""
     text, corpus = next(iter(tests.items()))
     folder, found = folder_of(run, seed, arguments), []
-    options: dict[str, Any] = {"split": "train", "tokens": ANALYSED}
+    options: dict[str, Any] = {"split": "train", "tokens": scale.tokens // 4}
 
     def subject(path: Path) -> Subject:
         return open_run(path, device=arguments.device)
 
-    base = subject(folder).model.config.train_length
     if run.resolution:
-        lengths = [n for n in campaign.lengths if base <= n <= FAR * base]
+        lengths = [times * scale.length for times in FAR]
         one = resolution.analyse(subject(folder), corpus, lengths, blockwise=True, **options)
         found.append({"analysis": "resolution", "text": text, **one})
     if run.induction:
         for path in sorted((folder / "checkpoints").glob("step-*")):
-            one = induction.analyse(subject(path), corpus, [base // 2], **options)
+            one = induction.analyse(subject(path), corpus, [scale.length // 2], **options)
             found.append({"analysis": "induction", "text": text, "step": int(path.name.removeprefix("step-")), **one})
     return found
 
@@ -210,36 +251,37 @@ def plan(campaign: Campaign, out: Path) -> str:
 def do(
     run: Run,
     seed: int,
-    campaign: Campaign,
+    scale: Scale,
     training: Corpus,
     tests: dict[str, Corpus],
     arguments: argparse.Namespace,
 ) -> None:
-    """Train and read one model, and write what was found."""
+    """Train and evaluate one model, and write what was found."""
     torch.compiler.reset()  # torch compiles a function for eight models at the most, and then runs it uncompiled
     record = {"run": run.name, "seed": seed, "claims": run.claims, **software()}
     record["machine"] = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu"
-    record["training"] = trained(run, seed, campaign, training, arguments)
-    record["readings"] = readings(run, seed, campaign, tests, arguments)
-    record["analyses"] = analyses(run, seed, campaign, tests, arguments)
+    record["training"] = trained(run, seed, scale, training, arguments)
+    record["readings"] = readings(run, seed, scale, tests, arguments)
+    record["analyses"] = analyses(run, seed, scale, tests, arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    write_text(result_of(run, seed, arguments.out), json.dumps(record, indent=1) + "\n")
+    write_text(result_of(run, seed, arguments.out), json.dumps(record) + "\n")
 
 
 def go(campaign: Campaign, jobs: list[tuple[Run, int]], arguments: argparse.Namespace) -> int:
     """Do the jobs that are neither done nor taken, as long as there is time; return how many failed."""
     began, longest, failed = time.monotonic(), 0.0, 0
-    training, tests = corpora(arguments)
+    scale = campaign.scales[arguments.scale]
+    training, tests = corpora(scale, arguments)
     for run, seed in jobs:
         started = time.monotonic()
         with locked(folder_of(run, seed, arguments).with_suffix(".lock"), wait=False) as free:
             if not free or result_of(run, seed, arguments.out).is_file():
                 continue
             if arguments.minutes is not None and started - began + longest > 60 * arguments.minutes:
-                print(f"the time is up before {run.name}, seed {seed}; the same command goes on from there")
+                print(f"the time is up before {run.name}, seed {seed}; the same command resumes there")
                 break
             try:
-                do(run, seed, campaign, training, tests, arguments)
+                do(run, seed, scale, training, tests, arguments)
             except Exception:  # the others are worth having
                 failed += 1
                 traceback.print_exc()
@@ -258,16 +300,19 @@ def main() -> int:
     parser.add_argument("--train", type=Path, metavar="FILE", help="the text to train on")
     parser.add_argument("--test", action="append", metavar="NAME=FILE", help="a text to test on; may be given again")
     parser.add_argument("--separator", default="\\0", help="what stands between documents (\\0)")
-    parser.add_argument("--vocabulary", type=int, default=16384, help="of the BPE (16384)")
-    parser.add_argument("--work", type=Path, default=Path("work"), help="corpora and checkpoints (work)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON (benchmarks/results/replication)")
+    parser.add_argument("--scale", default="small", help="of models and training: small, tiny (small)")
+    parser.add_argument("--work", type=Path, default=Path("work"), help="corpora and checkpoints, by scale (work)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON, by scale (benchmarks/results/replication)")
     parser.add_argument("--runs", help="some runs alone, with commas")
     parser.add_argument("--seeds", type=int, help="of each run, at most")
-    parser.add_argument("--minutes", type=float, help="begin nothing that may take longer than this in all")
+    parser.add_argument("--minutes", type=float, help="start nothing that may take longer than this in all")
     parser.add_argument("--plan", action="store_true", help="say what is done and what is left")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     campaign = read_toml(arguments.campaign, Campaign)
+    if arguments.scale not in campaign.scales:
+        parser.error(f"--scale: expected one of {', '.join(campaign.scales)}, got {arguments.scale}")
+    arguments.work, arguments.out = arguments.work / arguments.scale, arguments.out / arguments.scale
     if arguments.plan:
         print(plan(campaign, arguments.out))
         return 0
@@ -281,7 +326,7 @@ def main() -> int:
     try:
         failed = go(campaign, [(run, seed) for run, seed in most if run.name in wanted], arguments)
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from there")
+        print("stopped; the same command resumes there")
         return 130
     return 1 if failed else 0
 
