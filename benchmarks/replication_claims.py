@@ -1,12 +1,11 @@
-"""The papers' claims and what the campaign found, as a table in Markdown: paper, ours, verdict.
+"""What docs/replication.md says of the papers' claims: whether each holds, and the numbers, at each scale.
 
-    python benchmarks/replication_claims.py                       # of benchmarks/results/replication/small
-    python benchmarks/replication_claims.py --scale tiny
+    python benchmarks/replication_claims.py                       # of benchmarks/results/replication
 
-Changes of perplexity are ratios of two readings of the same tokens, in per cent: the mean over seeds, the lowest and
-the highest, and the largest standard error of one (paired over segments of the text). A claim whose runs are not there
-yet says which are missing. L is the training length of the scale. Speeds and memory are those that `training_gpu.py`
-measured, of the preset `small` at both scales.
+A change is of two readings of the same tokens: perplexities, means over seeds, and their ratio in per cent: the mean
+over seeds, the lowest and the highest, and the largest standard error of one (paired over segments of the text). A
+claim whose runs are not there yet says which are missing. L is the training length of the scale. Speeds and memory are
+those that `training_gpu.py` measured.
 """
 
 from __future__ import annotations
@@ -20,15 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from replication import HERE, RESULTS, Campaign
+from replication import HERE, RESULTS, Campaign, Scale
 
-from lengthen.evaluation.errors import Difference, difference
+from lengthen.evaluation.errors import Difference, difference, perplexity
 from lengthen.io import read_toml
 
 HOLDS, PARTLY, FAILS = "holds", "holds in part", "does not hold here"
 SPEEDS = RESULTS.parent / "training_gpu-lengths-2026-11-16.json"
 TRAINS, READS, MEMORY = "tokens_per_second", "reading_tokens_per_second", "gigabytes"
 PLAIN, BLOCKS = "nonoverlapping", "blockwise"
+
+
+Row = tuple[str, str, int]  # of speeds: preset, method, length
 
 
 class MissingError(LookupError):
@@ -49,9 +51,11 @@ class At(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """How one reading differs from another, by seed."""
+    """How one reading differs from another, by seed; and the perplexities, means over seeds."""
 
     seeds: list[Difference]
+    before: float
+    after: float
 
     @property
     def low(self) -> float:
@@ -64,18 +68,19 @@ class Change:
         return max(one.ratio for one in self.seeds)
 
     def __str__(self) -> str:
-        """As in "+34 % (+31 … +36, 3 seeds, s.e. 0.2)"."""
+        """As in "20.1 → 26.9, +34 % (+31 … +36, 3 seeds, s.e. 0.2)"."""
         percent = [100 * (ratio - 1) for ratio in (statistics.mean(s.ratio for s in self.seeds), self.low, self.high)]
         errors = [one.ratio_error for one in self.seeds if one.ratio_error is not None]
         spread = f"{percent[1]:+.3g} … {percent[2]:+.3g}, {len(self.seeds)} seeds" if len(self.seeds) > 1 else "1 seed"
-        return f"{percent[0]:+.3g} % ({spread}{f', s.e. {100 * max(errors):.1g}' if errors else ''})"
+        error = f", s.e. {100 * max(errors):.1g}" if errors else ""
+        return f"{self.before:.4g} → {self.after:.4g}, {percent[0]:+.3g} % ({spread}{error})"
 
 
 class Found:
     """All results of a folder, whose models were trained at `length`, and the speeds."""
 
-    def __init__(self, folder: Path, speeds: Path, length: int) -> None:
-        self.length = length
+    def __init__(self, folder: Path, speeds: Path, scale: Scale) -> None:
+        self.length, self.preset = scale.length, scale.preset
         self.rows: list[dict[str, Any]] = json.loads(speeds.read_text(encoding="utf-8"))["rows"]
         self.records: dict[str, dict[int, dict[str, Any]]] = {}
         for path in sorted(folder.glob("*.json")):
@@ -108,16 +113,18 @@ class Found:
         found = [difference(*one, *other) for one, other in sums]
         if not found or None in found:
             raise MissingError(f"the same tokens of {at.run} and {beside.run}")
-        return Change([one for one in found if one is not None])
+        after, before = (statistics.mean(perplexity(one["loss"]) for one in side) for side in zip(*pairs, strict=True))
+        return Change([one for one in found if one is not None], before, after)
 
-    def ratio(self, one: str, other: str, what: str = TRAINS) -> float | None:
-        """Return one row's speed or memory beside another's, the mean of each; None where one was not measured.
+    def row(self, method: str, times: int) -> Row:
+        """Return the row of speeds of this scale's preset at so many training lengths."""
+        return self.preset, method, times * self.length
 
-        A row is named as `training_gpu.py` names it: preset, method and length.
-        """
+    def ratio(self, one: Row, other: Row, what: str = TRAINS) -> float | None:
+        """Return one row's speed or memory beside another's, the mean of each; None where one was not measured."""
         means = []
-        for name in (one, other):
-            rows = [row for row in self.rows if f"{row['model']}:{row['method']}:{row['length']}" == name]
+        for key in (one, other):
+            rows = [row for row in self.rows if (row["model"], row["method"], row["length"]) == key]
             means.append([float(row[what]) for row in rows if what in row])
         return statistics.mean(means[0]) / statistics.mean(means[1]) if all(means) else None
 
@@ -163,8 +170,7 @@ def c2(found: Found) -> tuple[str, str]:
 
 def c3(found: Found) -> tuple[str, str]:
     twice, four = grows(found, "t5", times=2), grows(found, "t5", times=4)
-    speed = found.ratio("small:t5:512", "small:sinusoidal:512")
-    memory = found.ratio("small:t5:512", "small:sinusoidal:512", MEMORY)
+    speed, memory = (found.ratio(found.row("t5", 1), found.row("sinusoidal", 1), what) for what in (TRAINS, MEMORY))
     verdict = HOLDS if four.high <= 1.02 and below(speed, 1) else PARTLY if twice.high <= 1.02 else FAILS
     cost = f"trains at {of(speed)} of sinusoidal's speed in {of(memory)} of its memory"
     return f"2L: {twice}; 4L: {four}; {cost}", verdict
@@ -172,7 +178,7 @@ def c3(found: Found) -> tuple[str, str]:
 
 def c4(found: Found) -> tuple[str, str]:
     change = found.change(At("alibi", 6), At("sinusoidal-6L", 6))
-    slower = found.ratio("small:sinusoidal:3072", "small:alibi:512")
+    slower = found.ratio(found.row("sinusoidal", 6), found.row("alibi", 1))
     better, faster = change.high < 1, below(slower, 1)
     verdict = HOLDS if better and faster else PARTLY if better or faster else FAILS
     return f"ALiBi beside it, equal tokens: {change}; sinusoidal trains at {of(slower)} of ALiBi's speed", verdict
@@ -185,20 +191,19 @@ def c5(found: Found) -> tuple[str, str]:
 
 def c6(found: Found) -> tuple[str, str]:
     change = found.change(At("alibi", 2), At("sinusoidal-2L", 2))
-    slower = found.ratio("xl:sinusoidal:2048", "xl:alibi:1024")
-    memory = found.ratio("xl:alibi:1024", "xl:sinusoidal:2048", MEMORY)
+    short, long = ("xl", "alibi", 1024), ("xl", "sinusoidal", 2048)  # the paper's size, whatever the scale
+    slower, memory = found.ratio(long, short), found.ratio(short, long, MEMORY)
     verdict = HOLDS if change.high <= 1.02 and below(slower, 1) else PARTLY if change.high <= 1.02 else FAILS
     speed = f"`xl`: sinusoidal trains at {of(slower)} of ALiBi's speed, ALiBi in {of(memory)} of its memory"
     return f"L beside 2L, read at 2L: {change}; {speed}", verdict
 
 
 def c7(found: Found) -> tuple[str, str]:
-    rows = {length: (f"small:alibi:{length}", f"small:sinusoidal:{length}") for length in (512, 1024, 2048)}
-    speeds = {length: found.ratio(*pair) for length, pair in rows.items()}
-    memory = found.ratio(*rows[512], MEMORY)
-    said = ", ".join(f"{of(speed)} of its speed at {length:,}" for length, speed in speeds.items())
+    speeds = {times: found.ratio(found.row("alibi", times), found.row("sinusoidal", times)) for times in (1, 2, 4)}
+    memory = found.ratio(found.row("alibi", 1), found.row("sinusoidal", 1), MEMORY)
     if memory is None or any(speed is None for speed in speeds.values()):
         raise MissingError("a speed")
+    said = ", ".join(f"{of(speed)} of its speed at {times}L" for times, speed in speeds.items())
     verdict = FAILS if memory > 1.01 or any(below(speed, 0.99) for speed in speeds.values()) else HOLDS
     return f"{said}, {of(memory)} of its memory", verdict
 
@@ -254,7 +259,7 @@ def spearman(x: list[float], y: list[float]) -> float:
 
 
 def c13(found: Found) -> tuple[str, str]:
-    speed = found.ratio("small:xpos:512", "small:rotary:512", READS)
+    speed = found.ratio(found.row("xpos", 1), found.row("rotary", 1), READS)
     if speed is None:
         raise MissingError("the speed of reading")
     return f"xPos reads at {of(speed)} of rotary's speed", HOLDS if 0.9 <= speed < 1 else FAILS
@@ -281,47 +286,117 @@ def c15(found: Found) -> tuple[str, str]:
     return "nats by step: " + "; ".join(parts), "not a paper's"
 
 
-CLAIMS: dict[str, tuple[str, str, Callable[[Found], tuple[str, str]]]] = {
-    "C1": ("sinusoidal fails just past its training length", "20.05 → 43.5 at 2L", c1),
-    "C2": ("rotary holds a little longer, then fails", "20.07 → 21.4 → 79", c2),
-    "C3": ("T5's bias extrapolates", "19.65 → 18.8", c3),
-    "C4": ("ALiBi at 512 beats sinusoidal at 3,072, read at 3,072, and trains faster", "18.40, 18.67; 1.8 ×", c4),
-    "C5": ("ALiBi is flat or better far beyond L", "19.73 → 18.31", c5),
-    "C6": ("1.3B at 1,024 is as good as at 2,048, faster and smaller", "8.92, 9.01; 11 %", c6),
-    "C7": ("ALiBi is as fast and as small as sinusoidal", "within 1 %", c7),
-    "C8": ("with a small stride ALiBi is flat: its gain is the early-token curse fading", "17.98 → 18.3", c8),
-    "C9": ("xPos is better than rotary inside L", "23.31, 25.52", c9),
-    "C10": ("xPos with blocks falls to 4L; rotary needs blocks", "23.3 → 20.7; 294 → 25.7", c10),
-    "C11": ("blocks hurt ALiBi a little", "23.14 → 24.6", c11),
-    "C12": ("resolution predicts extrapolation", "LEX 0.98 … rotary 0.08", c12),
-    "C13": ("xPos costs 6 % at inference", "6 %", c13),
-    "C14": ("learned slopes and γ, both sides", "–", c14),
-    "C15": ("ALiBi learns to copy later than rotary", "–", c15),
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says, what it measured, and how it is decided whether that holds here."""
+
+    says: str
+    paper: str
+    holds_if: str
+    measure: Callable[[Found], tuple[str, str]]
+
+    def judge(self, found: Found) -> tuple[str, str]:
+        """Return what was found and the verdict."""
+        try:
+            return self.measure(found)
+        except MissingError as missing:
+            return f"not measured: {missing} is missing", "–"
+
+
+CLAIMS = {
+    "C1": Claim(
+        "sinusoidal fails just past its training length",
+        "20.05 → 43.5 at 2L",
+        "perplexity is 10 % higher at 2L with every seed, and higher still at the longest",
+        c1,
+    ),
+    "C2": Claim(
+        "rotary holds a little longer, then fails",
+        "20.07 → 21.4 → 79",
+        "it is 50 % higher at the longest, and rises less than sinusoidal at 2L; in part: the first alone",
+        c2,
+    ),
+    "C3": Claim(
+        "T5's bias extrapolates, at a cost",
+        "19.65 → 18.8",
+        "it is at most 2 % higher at 4L, and trains slower than sinusoidal; in part: at most 2 % higher at 2L",
+        c3,
+    ),
+    "C4": Claim(
+        "ALiBi trained at L beats sinusoidal trained at 6L, both read at 6L, and trains faster",
+        "18.40 and 18.67; 1.8 ×",
+        "both, after the same number of tokens; in part: one of them",
+        c4,
+    ),
+    "C5": Claim(
+        "ALiBi is flat or better far beyond L",
+        "19.73 → 18.31 at 30L",
+        "it is at most 2 % higher at the longest, with every seed",
+        c5,
+    ),
+    "C6": Claim(
+        "ALiBi trained at L is as good as sinusoidal trained at 2L, both read at 2L, faster and smaller",
+        "8.92 and 9.01; 11 % (1.3B)",
+        "it is at most 2 % worse, and `xl` trains faster; in part: the first alone",
+        c6,
+    ),
+    "C7": Claim(
+        "ALiBi is as fast and as small as sinusoidal",
+        "within 1 %",
+        "it trains at 0.99 of the speed or more at L, 2L and 4L, in 1.01 of the memory or less",
+        c7,
+    ),
+    "C8": Claim(
+        "with a small stride ALiBi is flat: its gain is the early-token curse fading",
+        "17.98 → 18.3",
+        "from L to 4L it changes by less than 1 % with stride L/8, and falls by more without overlap",
+        c8,
+    ),
+    "C9": Claim("xPos is better than rotary inside L", "23.31 and 25.52", "it is lower with every seed", c9),
+    "C10": Claim(
+        "xPos with blocks falls to 4L; rotary needs blocks",
+        "23.3 → 20.7; 294 → 25.7",
+        "xPos falls, rotary rises by at most 2 % with blocks and by 10 % without; else in part",
+        c10,
+    ),
+    "C11": Claim(
+        "blocks hurt ALiBi a little", "23.14 → 24.6", "perplexity at 4L is higher with blocks, with every seed", c11
+    ),
+    "C12": Claim(
+        "resolution orders the methods, and predicts extrapolation",
+        "LEX 0.98 … rotary 0.08",
+        "the rank correlation of resolution at 2L with the change at 4L is below −0.7; in part: below 0",
+        c12,
+    ),
+    "C13": Claim("xPos costs 6 % at inference", "6 %", "it reads at 0.9 to 1 of rotary's speed", c13),
+    "C14": Claim("learned slopes, learned γ, both sides", "future work", "no verdict: the papers have no claim", c14),
+    "C15": Claim("ALiBi learns to copy later than rotary", "–", "no verdict: it is in neither paper", c15),
 }
 
 
-def table(found: Found) -> str:
-    """Return the table."""
-    lines = ["| | claim | paper | ours | verdict |", "|---|---|---|---|---|"]
-    for name, (claim, paper, measure) in CLAIMS.items():
-        try:
-            ours, verdict = measure(found)
-        except MissingError as missing:
-            ours, verdict = f"not measured: {missing} is missing", "–"
-        lines.append(f"| {name} | {claim} | {paper} | {ours} | {verdict} |")
+def page(found: dict[str, Found]) -> str:
+    """Return the table of verdicts, and what each is of."""
+    judged = {name: {scale: claim.judge(one) for scale, one in found.items()} for name, claim in CLAIMS.items()}
+    lines = [
+        f"| | claim | paper | {' | '.join(f'`{scale}`' for scale in found)} |",
+        "|---|---|---|" + "---|" * len(found),
+    ]
+    for name, claim in CLAIMS.items():
+        verdicts = " | ".join(verdict for _, verdict in judged[name].values())
+        lines.append(f"| {name} | {claim.says} | {claim.paper} | {verdicts} |")
+    for name, claim in CLAIMS.items():
+        lines += ["", f"**{name}, {claim.says}.** Holds if: {claim.holds_if}.", ""]
+        lines += [f"- `{scale}`: {ours}" for scale, (ours, _) in judged[name].items()]
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", default="small", help="of the campaign (small)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="JSON, by scale (benchmarks/results/replication)")
     parser.add_argument("--speeds", type=Path, default=SPEEDS, help="what training_gpu.py wrote")
     options = parser.parse_args()
     scales = read_toml(HERE / "replication.toml", Campaign).scales
-    if options.scale not in scales:
-        parser.error(f"--scale: expected one of {', '.join(scales)}, got {options.scale}")
-    print(table(Found(options.results / options.scale, options.speeds, scales[options.scale].length)))
+    print(page({name: Found(options.results / name, options.speeds, scale) for name, scale in scales.items()}))
     return 0
 
 

@@ -107,7 +107,7 @@ def test_a_campaign_that_is_stopped_goes_on(tmp_path: Path) -> None:
 
 def reading(length: int, loss: float, protocol: str = "nonoverlapping", **more: Any) -> dict[str, Any]:
     sums = [100 * (loss + wiggle) for wiggle in (-0.1, 0.0, 0.1)]
-    found = {"text": "books", "length": length, "protocol": protocol, "stride": length, "tokens_per_second": 1.0}
+    found = {"text": "books", "length": length, "protocol": protocol, "stride": length, "loss": loss}
     return {**found, "segment_losses": sums, "segment_counts": [100, 100, 100], **more}
 
 
@@ -131,17 +131,21 @@ def test_claims_are_of_paired_readings(tmp_path: Path) -> None:
     ]
     (tmp_path / "training.json").write_text(json.dumps({"rows": measured}))
     done = run("replication_claims.py", "--results", str(tmp_path), "--speeds", str(tmp_path / "training.json"))
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.splitlines()]
-    rows = {row[0]: row for row in cells[2:]}
-    assert "+73.5 % (+64.9 … +82.2, 2 seeds, s.e." in rows["C1"][3]  # e^0.5 and e^0.6
-    assert {name: row[4] for name, row in rows.items() if row[4] != "–"} == {
+    rows = {cells[1].strip(): cells for line in done.splitlines() if (cells := line.split("|"))[1:]}
+    said = {line.split(",")[0].strip("*"): line for line in done.splitlines() if line.startswith("**")}
+    small = {name: done.split(line)[1].split("\n")[2] for name, line in said.items()}
+    assert "+73.5 % (+64.9 … +82.2, 2 seeds, s.e." in small["C1"]  # e^0.5 and e^0.6
+    assert small["C3"] == "- `small`: not measured: t5 is missing"
+    column = rows[""].index(" `small` ")
+    verdicts = {name: rows[name][column].strip() for name in said}
+    assert {name: verdict for name, verdict in verdicts.items() if verdict != "–"} == {
         "C1": "holds",
         "C2": "holds",
         "C5": "holds",
         "C7": "holds",
         "C9": "does not hold here",
     }
-    assert rows["C3"][3] == "not measured: t5 is missing"
+    assert {rows[name][column + 1].strip() for name in said} == {"–"}  # of `tiny` there is nothing
 
 
 def test_the_committed_campaign_can_be_run() -> None:
