@@ -39,6 +39,13 @@ def test_the_same_numbers_give_the_same_file(one: Callable[..., Report], tmp_pat
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
+def test_long_lengths_are_written_out(one: Callable[..., Report], tmp_path: Path) -> None:
+    paths = write_figures(one(*[evaluation("alibi", 1 << n) for n in (10, 14, 20)]), tmp_path, ["svg"])
+    (drawn,) = [path.read_text() for path in paths if path.stem == "perplexity"]
+    assert ">1,048,576<" in drawn
+    assert "e+" not in drawn
+
+
 def test_what_is_not_finite_is_left_out(one: Callable[..., Report], tmp_path: Path) -> None:
     bad = {"loss": math.inf, "perplexity": math.inf, "unigram": math.nan, "bits_per_byte": None}
     lines = [evaluation("alibi", 64), evaluation("alibi", 128, **bad)]

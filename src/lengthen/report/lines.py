@@ -56,7 +56,7 @@ def lines(rows: Iterable[Row], x: str, y: str, width: Any, log: bool = False, ma
     faded = alt.OpacityValue(0.12, condition={"param": "pick", "value": 1.0})
     pale = alt.OpacityValue(0.35, condition={"param": "pick", "value": 0.8, "empty": False})
     colour = alt.Color("colour:N", scale=None)
-    across = alt.Axis(tickCount=10, format=",.4~g", labelOverlap="greedy", labelSeparation=4, grid=False)
+    across = alt.Axis(tickCount=10, format=",.8~g", labelOverlap="greedy", labelSeparation=4, grid=False)
     up = alt.Axis(values=_ticks(back(low), back(high), log), format=".3~s" if "bytes" in y else ",.6~g")
     kind: Row = {"type": "log"} if log else {"type": "linear", "zero": False}
     base = alt.Chart().encode(
