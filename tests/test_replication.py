@@ -134,7 +134,7 @@ def test_claims_are_of_paired_readings(tmp_path: Path) -> None:
     rows = {cells[1].strip(): cells for line in done.splitlines() if (cells := line.split("|"))[1:]}
     said = {line.split(",")[0].strip("*"): line for line in done.splitlines() if line.startswith("**")}
     small = {name: done.split(line)[1].split("\n")[2] for name, line in said.items()}
-    assert "+73.5 % (+64.9 … +82.2, 2 seeds, s.e." in small["C1"]  # e^0.5 and e^0.6
+    assert "+74 % (+65 … +82, 2 seeds, s.e." in small["C1"]  # e^0.5 and e^0.6
     assert small["C3"] == "- `small`: not measured: t5 is missing"
     column = rows[""].index(" `small` ")
     verdicts = {name: rows[name][column].strip() for name in said}
