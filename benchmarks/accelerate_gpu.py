@@ -21,7 +21,6 @@ random weights in bfloat16 that is not 0 for any two ways to compute.
 from __future__ import annotations
 
 import gc
-import platform
 import statistics
 import sys
 import time
@@ -31,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from records import Report, parsed, parser_of, reason, software
+from records import Report, machine, parsed, parser_of, reason, software
 from torch import Tensor
 
 import lengthen
@@ -173,7 +172,7 @@ def main() -> int:
     if options.lengths:
         lengths = tuple(int(length) for length in options.lengths.split(","))
     facts = {"benchmark": "accelerate_gpu", **software(), "transformers": transformers.__version__}
-    facts["machine"] = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
+    facts["machine"] = machine(device)
     facts |= {"dtype": "bfloat16", "batch": 1, "rounds": setting.rounds}
     report = Report(facts, options.out)
     work = {name: partial(section, report, name, lengths, setting) for name in options.only}

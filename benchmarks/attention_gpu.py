@@ -60,7 +60,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from records import Report, attempted, parsed, parser_of, software
+from records import Report, attempted, machine, parsed, parser_of, software
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -885,7 +885,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     return {
         "benchmark": "attention_gpu",
         **software(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": machine(device),
         "triton": attempted(partial(version, "triton"))[0],
         "cuda": torch.version.cuda,
         "cudnn": attempted(torch.backends.cudnn.version)[0],

@@ -34,7 +34,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from records import Report, attempted, parsed, parser_of, software
+from records import Report, attempted, machine, parsed, parser_of, software
 from torch import Tensor
 
 from lengthen import ModelConfig, Transformer
@@ -252,7 +252,7 @@ def main() -> int:
         chunk=QUICK_CHUNK if quick else CHUNK,
         caches=caches,
     )
-    facts = {**software(), "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
+    facts = {**software(), "device": machine(device)}
     facts |= {"tolerance": TOLERANCE, "seed": SEED, "dtype": "bfloat16", "chunk": sizes.chunk}
     report = Report(facts, options.out)
     shapes = {name: QUICK_SHAPE if quick else SHAPES[name] for name in options.only}

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from records import machine, software
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -127,8 +128,8 @@ def main() -> None:
     path = arguments.out or Path(__file__).parent / "results" / f"million_gpu-{today}.json"
     model = open_run(arguments.run, device="cuda").model.eval()
     config, tokens = model.config, Corpus.open(arguments.data)[arguments.split]
-    result: dict[str, Any] = {"benchmark": "million_gpu", "date": today, "torch": torch.__version__}
-    result |= {"device": torch.cuda.get_device_name(), "train_length": config.train_length}
+    result: dict[str, Any] = {"benchmark": "million_gpu", **software()}
+    result |= {"device": machine("cuda"), "train_length": config.train_length}
     result["whole"] = read_whole(model, tokens, arguments.length)
     result["loss_in_pieces"] = read_pieces(model, tokens, arguments.length, config.train_length)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -145,6 +145,12 @@ def software() -> dict[str, Any]:
     return {"date": date, "torch": torch.__version__, "python": python, "commit": commit()}
 
 
+def machine(device: torch.device | str) -> str:
+    """Return the name of a device, as in "NVIDIA H200"."""
+    device = torch.device(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {platform.machine()}"
+
+
 def commit() -> str:
     """Return the commit that is checked out, and whether tracked files differ from it."""
 

@@ -8,11 +8,12 @@
     CUDA_VISIBLE_DEVICES=1 python benchmarks/replication.py …      # beside it: takes runs that no other has
     python benchmarks/replication.py --plan                        # what is done, what is left
 
-What is trained, and how it is evaluated, is in `replication.toml`, or in another file (`--campaign`). A run whose JSON
-is in `--out` is done. The campaign can be stopped at any moment; the same command resumes it: training at its last
-checkpoint, evaluation at the next length. For that, `--work` has to be the same folder. Any number of processes may
-work on one folder: one on each GPU, or on a CPU one for each core, with OMP_NUM_THREADS=1. So the speeds in the JSON
-say how long it took, and claims about speed are `training_gpu.py`'s. `replication_claims.py` makes the table of claims.
+What is trained, and how it is evaluated, is in `replication.toml`, or in another file (`--campaign`). A run is done if
+its JSON in `--out` is of that very plan. The campaign can be stopped at any moment; the same command resumes it:
+training at its last checkpoint, evaluation at the next length. For that, `--work` has to be the same folder. Any number
+of processes may work on one folder: one on each GPU, or on a CPU one for each core, with OMP_NUM_THREADS=1. So the
+speeds in the JSON say how long it took, and claims about speed are `training_gpu.py`'s. `replication_claims.py` makes
+the table of claims.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from records import software
+from records import machine, software
 
 from lengthen import alibi_slopes
 from lengthen.data import Corpus, prepare
@@ -238,11 +239,23 @@ def result_of(run: Run, seed: int, out: Path) -> Path:
     return out / f"{run.name}-{seed}.json"
 
 
-def plan(campaign: Campaign, out: Path) -> str:
+def planned(run: Run, scale: Scale) -> dict[str, Any]:
+    """Return what is asked of a run, whichever claims it is for."""
+    asked = {key: value for key, value in dataclasses.asdict(run).items() if key not in ("seeds", "claims")}
+    return {"run": asked, "scale": dataclasses.asdict(scale)}
+
+
+def is_done(run: Run, seed: int, scale: Scale, out: Path) -> bool:
+    """Return whether there is a result with all that is asked of a run."""
+    path = result_of(run, seed, out)
+    return path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("plan") == planned(run, scale)
+
+
+def plan(campaign: Campaign, scale: Scale, out: Path) -> str:
     """Return what is done and what is left."""
     lines = []
     for run, seed in campaign.jobs():
-        done = "done" if result_of(run, seed, out).is_file() else "left"
+        done = "done" if is_done(run, seed, scale, out) else "left"
         lines.append(f"{done}  {run.name}, seed {seed}: {', '.join(run.claims)}")
     left = sum(line.startswith("left") for line in lines)
     return "\n".join([*lines, f"{len(lines) - left} of {len(lines)} runs are done"])
@@ -258,8 +271,8 @@ def do(
 ) -> None:
     """Train and evaluate one model, and write what was found."""
     torch.compiler.reset()  # torch compiles a function for eight models at the most, and then runs it uncompiled
-    record = {"run": run.name, "seed": seed, "claims": run.claims, **software()}
-    record["machine"] = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu"
+    record = {"run": run.name, "seed": seed, **software(), "machine": machine(arguments.device)}
+    record["plan"] = planned(run, scale)
     record["training"] = trained(run, seed, scale, training, arguments)
     record["readings"] = readings(run, seed, scale, tests, arguments)
     record["analyses"] = analyses(run, seed, scale, tests, arguments)
@@ -275,7 +288,7 @@ def go(campaign: Campaign, jobs: list[tuple[Run, int]], arguments: argparse.Name
     for run, seed in jobs:
         started = time.monotonic()
         with locked(folder_of(run, seed, arguments).with_suffix(".lock"), wait=False) as free:
-            if not free or result_of(run, seed, arguments.out).is_file():
+            if not free or is_done(run, seed, scale, arguments.out):
                 continue
             if arguments.minutes is not None and started - began + longest > 60 * arguments.minutes:
                 print(f"the time is up before {run.name}, seed {seed}; the same command resumes there")
@@ -288,7 +301,7 @@ def go(campaign: Campaign, jobs: list[tuple[Run, int]], arguments: argparse.Name
                 continue
         longest = max(longest, time.monotonic() - started)
         print(f"{run.name}, seed {seed}: {time.monotonic() - started:.0f} s", flush=True)
-    print(plan(campaign, arguments.out).splitlines()[-1])
+    print(plan(campaign, scale, arguments.out).splitlines()[-1])
     return failed
 
 
@@ -314,7 +327,7 @@ def main() -> int:
         parser.error(f"--scale: expected one of {', '.join(campaign.scales)}, got {arguments.scale}")
     arguments.work, arguments.out = arguments.work / arguments.scale, arguments.out / arguments.scale
     if arguments.plan:
-        print(plan(campaign, arguments.out))
+        print(plan(campaign, campaign.scales[arguments.scale], arguments.out))
         return 0
     if arguments.train is None or not arguments.test:
         parser.error("--train and --test: expected a text for each, got none")

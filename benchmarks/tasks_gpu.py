@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from records import Report, parsed, parser_of, software
+from records import Report, machine, parsed, parser_of, software
 from tasks_cpu import BLOCKWISE, ask
 
 from lengthen.data import Corpus
@@ -61,8 +61,13 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parsed(parser, "tasks_gpu", METHODS)
     text, around = Corpus.open(options.work / "books"), Corpus.open(options.work / "train")
-    facts = {"benchmark": "tasks_gpu", **software(), "document": DOCUMENT, "steps": STEPS}
-    facts["machine"] = torch.cuda.get_device_name() if options.device.startswith("cuda") else "cpu"
+    facts = {
+        "benchmark": "tasks_gpu",
+        **software(),
+        "document": DOCUMENT,
+        "steps": STEPS,
+        "machine": machine(options.device),
+    }
     report = Report(facts, options.out)
     with tempfile.TemporaryDirectory() as scratch:
         count = QUICK_DOCUMENTS if options.quick else DOCUMENTS
