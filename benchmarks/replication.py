@@ -12,7 +12,7 @@ What is trained, and how it is evaluated, is in `replication.toml`, or in anothe
 its JSON in `--out` is of that very plan. The campaign can be stopped at any moment; the same command resumes it:
 training at its last checkpoint, evaluation at the next length. For that, `--work` has to be the same folder. Any number
 of processes may work on one folder: one on each GPU, or on a CPU one for each core, with OMP_NUM_THREADS=1. So the
-speeds in the JSON say how long it took, and claims about speed are `training_gpu.py`'s. `replication_claims.py` makes
+speeds in the JSON say how long it took, and claims about speed are `training_speed.py`'s. `replication_claims.py` makes
 the table of claims.
 """
 

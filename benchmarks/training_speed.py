@@ -1,12 +1,13 @@
-"""Speed on one GPU: tokens per second of training and of reading, MFU and memory, one row a model, method and length.
+"""Speed of training and reading, MFU and memory: one row per model, method and length.
 
-    python benchmarks/training_gpu.py                    # the rows behind docs/training.md; writes benchmarks/results
-    python benchmarks/training_gpu.py small:sinusoidal:16384 small:alibi:16384 --steps 60
-    python benchmarks/training_gpu.py --device cpu tiny:sinusoidal:128 tiny:alibi:128      # in float32, without memory
+    python benchmarks/training_speed.py                  # the rows behind docs/training.md; writes benchmarks/results
+    python benchmarks/training_speed.py small:sinusoidal:16384 small:alibi:16384 --steps 60
+    python benchmarks/training_speed.py --device cpu tiny:sinusoidal:128 tiny:alibi:128
 
-A row is the real loop (`lengthen.training.train`) on real windows with bf16 autocast and
-torch.compile; the first steps, which compile, are not counted. Its speed is the median over stretches of ten steps.
-Reading is what evaluation does, a forward pass with its loss under bf16 autocast, not compiled: the median of ten.
+A row is the real loop (`lengthen.training.train`) on real windows, on a GPU with bf16 autocast and torch.compile; the
+first steps, which compile, are not counted. Its speed is the median over stretches of ten steps. Reading is what
+evaluation does, a forward pass with its loss, under bf16 autocast on a GPU, not compiled: the median of ten. On a CPU
+memory is not measured.
 Sinusoidal, the yardstick at each length, may be asked for twice: the two tell how far the machine drifts. MFU, model
 FLOP utilisation, counts the operations that the model needs (`ModelConfig.flops_per_token`: attention at half of its
 square, nothing recomputed) over the data sheet's dense bf16 peak.
@@ -142,8 +143,9 @@ def main() -> None:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("this needs a CUDA device, and torch sees none")
     extra = {key: literal(value) for key, _, value in (word.partition("=") for word in arguments.set)}
-    facts = {"benchmark": "training_gpu", **software(), "device": machine(arguments.device)}
-    path = arguments.out or Path(__file__).parent / "results" / f"training_gpu-{datetime.date.today().isoformat()}.json"
+    facts = {"benchmark": "training_speed", **software(), "device": machine(arguments.device)}
+    name = f"training_{'gpu' if arguments.device == 'cuda' else 'cpu'}-{datetime.date.today().isoformat()}.json"
+    path = arguments.out or Path(__file__).parent / "results" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
