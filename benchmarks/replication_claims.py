@@ -32,6 +32,7 @@ PLAIN, BLOCKS = "nonoverlapping", "blockwise"
 MARKS = "<!-- replication_claims.py begins -->", "<!-- replication_claims.py ends -->"
 
 Row = tuple[str, str, int]  # of speeds: preset, method, length
+Judged = tuple[list[str], str]  # what was found, and the verdict
 
 
 class MissingError(LookupError):
@@ -39,12 +40,13 @@ class MissingError(LookupError):
 
 
 class At(NamedTuple):
-    """A reading: of which run, how long, and how; lengths and strides in training lengths."""
+    """A reading: of which run, how long, how, and of which text; lengths and strides in training lengths."""
 
     run: str
     times: int
     protocol: str = PLAIN
     stride: float | None = None
+    text: str = "books"
 
     def __str__(self) -> str:
         return f"{self.run} at {self.times}L, {self.protocol}"
@@ -107,12 +109,12 @@ class Found:
         return self.records[run]
 
     def readings(self, at: At) -> dict[int, dict[str, Any]]:
-        """Return a reading of the first text, by seed."""
+        """Return a reading by seed."""
         found, stride = {}, None if at.stride is None else round(at.stride * self.length)
         for seed, record in self.of(at.run).items():
             for one in record["readings"]:
-                same = (one["length"], one["protocol"]) == (at.times * self.length, at.protocol)
-                if same and one["text"] == record["readings"][0]["text"] and stride in (None, one["stride"]):
+                same = (one["text"], one["length"], one["protocol"]) == (at.text, at.times * self.length, at.protocol)
+                if same and stride in (None, one["stride"]):
                     found[seed] = one
         if not found:
             raise MissingError(str(at))
@@ -169,50 +171,50 @@ def below(ratio: float | None, bound: float) -> bool:
     return ratio is not None and ratio < bound
 
 
-def c1(found: Found) -> tuple[str, str]:
+def c1(found: Found) -> Judged:
     twice, far = grows(found, "sinusoidal", times=2), grows(found, "sinusoidal")
-    return f"2L: {twice}; longest: {far}", HOLDS if twice.low > 1.1 and far.low > twice.high else FAILS
+    return [f"2L: {twice}", f"longest: {far}"], HOLDS if twice.low > 1.1 and far.low > twice.high else FAILS
 
 
-def c2(found: Found) -> tuple[str, str]:
+def c2(found: Found) -> Judged:
     twice, far = grows(found, "rotary", times=2), grows(found, "rotary")
     later = twice.high < grows(found, "sinusoidal", times=2).low
     verdict = HOLDS if later and far.low > 1.5 else PARTLY if far.low > 1.5 else FAILS
-    return f"2L: {twice}; longest: {far}", verdict
+    return [f"2L: {twice}", f"longest: {far}"], verdict
 
 
-def c3(found: Found) -> tuple[str, str]:
+def c3(found: Found) -> Judged:
     twice, four = grows(found, "t5", times=2), grows(found, "t5", times=4)
     speed, memory = (found.ratio(found.row("t5", 1), found.row("sinusoidal", 1), what) for what in (TRAINS, MEMORY))
     verdict = HOLDS if four.high <= 1.02 and below(speed, 1) else PARTLY if twice.high <= 1.02 else FAILS
     cost = speeds("training beside sinusoidal: speed {}, memory {}", speed, memory)
-    return f"2L: {twice}; 4L: {four}; {cost}", verdict
+    return [f"2L: {twice}", f"4L: {four}", cost], verdict
 
 
-def c4(found: Found) -> tuple[str, str]:
+def c4(found: Found) -> Judged:
     change = found.change(At("alibi", 6), At("sinusoidal-6L", 6))
     slower = found.ratio(found.row("sinusoidal", 6), found.row("alibi", 1))
     better, faster = change.high < 1, below(slower, 1)
     verdict = HOLDS if better and faster else PARTLY if better or faster else FAILS
     speed = speeds("training speed of sinusoidal at 6L beside ALiBi at L: {}", slower)
-    return f"ALiBi beside it, equal tokens: {change}; {speed}", verdict
+    return [f"ALiBi beside it, equal tokens: {change}", speed], verdict
 
 
-def c5(found: Found) -> tuple[str, str]:
+def c5(found: Found) -> Judged:
     far = grows(found, "alibi")
-    return f"at {found.longest('alibi')}L: {far}", HOLDS if far.high <= 1.02 else FAILS
+    return [f"at {found.longest('alibi')}L: {far}"], HOLDS if far.high <= 1.02 else FAILS
 
 
-def c6(found: Found) -> tuple[str, str]:
+def c6(found: Found) -> Judged:
     change = found.change(At("alibi", 2), At("sinusoidal-2L", 2))
     short, long = ("xl", "alibi", 1024), ("xl", "sinusoidal", 2048)  # the paper's size, whatever the scale
     slower, memory = found.ratio(long, short), found.ratio(short, long, MEMORY)
     verdict = HOLDS if change.high <= 1.02 and below(slower, 1) else PARTLY if change.high <= 1.02 else FAILS
     speed = speeds("`xl`: training speed of sinusoidal beside ALiBi {}, memory of ALiBi beside it {}", slower, memory)
-    return f"L beside 2L, read at 2L: {change}; {speed}", verdict
+    return [f"L beside 2L, read at 2L: {change}", speed], verdict
 
 
-def c7(found: Found) -> tuple[str, str]:
+def c7(found: Found) -> Judged:
     memory = found.ratio(found.row("alibi", 1), found.row("sinusoidal", 1), MEMORY)
     ratios = [found.ratio(found.row("alibi", times), found.row("sinusoidal", times)) for times in (1, 2, 4)]
     measured = [ratio for ratio in ratios if ratio is not None]
@@ -220,34 +222,35 @@ def c7(found: Found) -> tuple[str, str]:
         raise MissingError("a speed")
     fast = min(measured) >= 0.99
     verdict = FAILS if not fast or (memory or 0) > 1.01 else HOLDS if memory else PARTLY
-    return speeds("training beside sinusoidal: speed {} at L, {} at 2L, {} at 4L, memory {}", *ratios, memory), verdict
+    said = speeds("training beside sinusoidal: speed {} at L, {} at 2L, {} at 4L, memory {}", *ratios, memory)
+    return [said], verdict
 
 
-def c8(found: Found) -> tuple[str, str]:
+def c8(found: Found) -> Judged:
     fine = found.change(At("alibi", 4, "sliding", 0.125), At("alibi", 1, "sliding", 0.125))
     plain = grows(found, "alibi", times=4)
     verdict = HOLDS if abs(fine.low - 1) < 0.01 and abs(fine.high - 1) < 0.01 and plain.high < fine.low else FAILS
-    return f"L → 4L with stride L/8: {fine}; nonoverlapping: {plain}", verdict
+    return [f"L → 4L with stride L/8: {fine}", f"nonoverlapping: {plain}"], verdict
 
 
-def c9(found: Found) -> tuple[str, str]:
+def c9(found: Found) -> Judged:
     change = found.change(At("xpos", 1), At("rotary", 1))
-    return f"xPos beside rotary: {change}", HOLDS if change.high < 1 else FAILS
+    return [f"xPos beside rotary: {change}"], HOLDS if change.high < 1 else FAILS
 
 
-def c10(found: Found) -> tuple[str, str]:
+def c10(found: Found) -> Judged:
     xpos, rotary = grows(found, "xpos", BLOCKS, 4), grows(found, "rotary", BLOCKS, 4)
     plain = grows(found, "rotary", times=4)
     verdict = HOLDS if xpos.high < 1 and rotary.high <= 1.02 and plain.low > 1.1 else PARTLY
-    return f"4L, blockwise: xPos {xpos}, rotary {rotary}; rotary plain {plain}", verdict
+    return [f"4L, blockwise: xPos {xpos}", f"rotary {rotary}", f"rotary plain {plain}"], verdict
 
 
-def c11(found: Found) -> tuple[str, str]:
+def c11(found: Found) -> Judged:
     change = found.change(At("alibi", 4, BLOCKS), At("alibi", 4))
-    return f"4L, blockwise beside plain: {change}", HOLDS if change.low > 1 else FAILS
+    return [f"4L, blockwise beside plain: {change}"], HOLDS if change.low > 1 else FAILS
 
 
-def c12(found: Found) -> tuple[str, str]:
+def c12(found: Found) -> Judged:
     runs = [run for run in ("alibi", "xpos", "rotary", "sinusoidal", "t5", "none") if run in found.records]
     if len(runs) < 4:
         raise MissingError("resolution of four methods")
@@ -264,7 +267,7 @@ def c12(found: Found) -> tuple[str, str]:
     correlation = spearman([heights[run] for run in runs], [losses[run] for run in runs])
     said = ", ".join(f"{run} {heights[run]:.2g}" for run in sorted(runs, key=lambda run: -heights[run]))
     verdict = HOLDS if correlation < -0.7 else PARTLY if correlation < 0 else FAILS
-    return f"at 2L: {said}; rank correlation with the change at 4L: {correlation:.2f}", verdict
+    return [f"at 2L: {said}", f"rank correlation with the change at 4L: {correlation:.2f}"], verdict
 
 
 def spearman(x: list[float], y: list[float]) -> float:
@@ -273,32 +276,34 @@ def spearman(x: list[float], y: list[float]) -> float:
     return statistics.correlation(*ranks)
 
 
-def c13(found: Found) -> tuple[str, str]:
+def c13(found: Found) -> Judged:
     speed = found.ratio(found.row("xpos", 1), found.row("rotary", 1), READS)
     if speed is None:
         raise MissingError("the speed of reading")
-    return speeds("reading speed beside rotary: {}", speed), HOLDS if 0.9 <= speed < 1 else FAILS
+    return [speeds("reading speed beside rotary: {}", speed)], HOLDS if 0.9 <= speed < 1 else FAILS
 
 
-def c14(found: Found) -> tuple[str, str]:
+def c14(found: Found) -> Judged:
     parts = []
     for learned, fixed in (("alibi-learned", "alibi"), ("xpos-learned", "xpos")):
         for times in (1, 16):
             parts.append(f"{learned} beside {fixed} at {times}L: {found.change(At(learned, times), At(fixed, times))}")
     for run in ("encoder-alibi", "encoder-xpos", "encoder-rotary"):
         parts.append(f"{run}, 4L: {grows(found, run, times=4)}")
-    return "; ".join(parts), "–"
+    return parts, "–"
 
 
-def c15(found: Found) -> tuple[str, str]:
+def c15(found: Found) -> Judged:
     parts = []
     for run in ("rotary", "alibi", "alibi-learned", "alibi-flat", "rotary+alibi"):
         steps: dict[int, list[float]] = {}
         for one in found.analysis(run, "induction"):
             steps.setdefault(one["step"], []).append(one["rows"][0]["difference"])
-        said = ", ".join(f"{signed(statistics.mean(values))} at {step}" for step, values in sorted(steps.items()))
-        parts.append(f"{run}: {said}")
-    return "nats by step: " + "; ".join(parts), "–"
+        nats = ", ".join(f"{signed(statistics.mean(values))} at {step}" for step, values in sorted(steps.items()))
+        unlike = found.readings(At(run, 1, text="wikitext")).values()
+        height = statistics.mean(perplexity(one["loss"]) for one in unlike)
+        parts.append(f"{run}: nats by step {nats}; perplexity of WikiText at L {height:.4g}")
+    return parts, "–"
 
 
 @dataclass(frozen=True)
@@ -308,14 +313,14 @@ class Claim:
     says: str
     paper: str
     holds_if: str  # empty: there is nothing to decide
-    measure: Callable[[Found], tuple[str, str]]
+    measure: Callable[[Found], Judged]
 
-    def judge(self, found: Found) -> tuple[str, str]:
+    def judge(self, found: Found) -> Judged:
         """Return what was found and the verdict."""
         try:
             return self.measure(found)
         except MissingError as missing:
-            return f"not measured: {missing} is missing", "–"
+            return [f"not measured: {missing} is missing"], "–"
 
 
 CLAIMS = {
@@ -403,7 +408,7 @@ def page(found: dict[str, Found]) -> str:
     for name, claim in CLAIMS.items():
         decided = f"Holds if: {claim.holds_if}." if claim.holds_if else "In neither paper."
         lines += ["", f"**{name}, {claim.says}.** {decided}", ""]
-        lines += [f"- `{scale}`: {ours}" for scale, (ours, _) in judged[name].items()]
+        lines += [f"- `{scale}`: {part}" for scale, (parts, _) in judged[name].items() for part in parts]
     return "\n".join(lines)
 
 
