@@ -297,10 +297,10 @@ def test_a_long_text_scored_through_the_cache_has_the_perplexity_of_the_plain_fo
     mode: str, trained: tuple[Transformer, Tensor]
 ) -> None:
     model, text = trained
-    ids, targets = text[None, :300], text[None, 1:301]
+    ids, targets = text[None, :500], text[None, 1:501]
     plain = model.losses(ids, targets).double().mean().exp()
     cache = model.cache("reach", mode=mode, tolerance=1e-4, page=16)
-    read = torch.cat([model.extend(ids[:, i : i + 1], cache) for i in range(300)], dim=1)
+    read = torch.cat([model.extend(ids[:, i : i + 1], cache) for i in range(500)], dim=1)
     with torch.no_grad():
         losses = torch.nn.functional.cross_entropy(read[0] @ model.output_weight.T, targets[0])
     assert float(plain) < 8  # it has learned something

@@ -276,14 +276,15 @@ class ReachLayer:
         farthest = 0 if isinstance(bias, Linear) else max(bias.values.shape[1] - 1, 1 << 12)
         far = bias.reach(torch.full((bias.heads, 1), limit, dtype=torch.float64, device=device), farthest)
         each = bias.heads // key_heads
-        heads: dict[int | None, list[int]] = {}
+        heads: dict[int, dict[int, int | None]] = {}
         for head, needed in enumerate(far.view(key_heads, each).nan_to_num(nan=math.inf).amax(1).tolist()):
             keep = kept_for(needed if isinstance(bias, Linear) or needed <= farthest else math.inf, FEW * self.page)
-            heads.setdefault(keep, []).append(head)
+            # Up to a factor of two apart: a call for each power of two would take longer than reading the more keys.
+            heads.setdefault(0 if keep is None else (keep.bit_length() + 1) // 2, {})[head] = keep
         groups, order = [], [head for members in heads.values() for head in members]
         at = 0
-        for keep, members in heads.items():
-            end = at + len(members)
+        for members in heads.values():
+            end, keep = at + len(members), max(members.values(), key=lambda keep: keep or 0)
             # What is not promised is measured; a head that usually reaches everything may turn out not to.
             least = keep if promised or self.tolerance == 0 else self.page
             groups.append(Group(slice(at * each, end * each), slice(at, end), least, promised, device))
