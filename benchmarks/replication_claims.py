@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 
 from replication import HERE, RESULTS, Campaign, Scale
 
-from lengthen.evaluation.errors import Difference, difference, perplexity
+from lengthen.evaluation.errors import Difference, difference
 from lengthen.io import read_toml, write_text
+from lengthen.model.loss import perplexity
 
 HOLDS, PARTLY, FAILS = "holds", "holds in part", "does not hold here"
 SPEEDS = [RESULTS.parent / f"training_{name}.json" for name in ("gpu-lengths-2026-11-16", "cpu-2026-11-19")]

@@ -1,4 +1,4 @@
-"""The settings of a run: model, data and training loop, as in a TOML file. Reading them needs no torch.
+"""The settings of a run: model, data and training loop, as in a TOML file.
 
 A config is checked where it is made, whether from a file, the command line or Python: types by the annotations, the
 rest by each class. The comment after a field is its help on the command line. A run saves the config that it was

@@ -160,7 +160,7 @@ def test_storage_is_made_once_where_the_length_is_known_and_grows_by_doubling_el
 
 
 @pytest.mark.parametrize("policy", ["full", "reach"])
-def test_rows_are_removed_repeated_and_begun_anew(policy: str) -> None:
+def test_rows_are_removed_and_repeated(policy: str) -> None:
     q, k, v = drawn(60, batch=3)
     bias = BIASES["linear"]()
     options = {"policy": policy, "tolerance": 1e-14, "page": 3}
@@ -170,11 +170,8 @@ def test_rows_are_removed_repeated_and_begun_anew(policy: str) -> None:
     other = cache.rows([2, 0, 0])
     found = through(other, *(x[[2, 0, 0], :, 30:] for x in (q, k, v)), 4, bias)
     torch.testing.assert_close(found, whole[[2, 0, 0], :, 30:], rtol=1e-10, atol=1e-10)
-    cache.restart(1, batch=3)  # its memory is its own: what the other did does not show
-    found = through(cache, *(x[:, :, 30:] for x in (q, k, v)), 4, bias)
-    torch.testing.assert_close(found[[0, 2]], whole[[0, 2], :, 30:], rtol=1e-10, atol=1e-10)
-    alone = attention(*(x[1:2, :, 30:] for x in (q, k, v)), bias=bias, tolerance=0)
-    torch.testing.assert_close(found[1:2], alone, rtol=1e-10, atol=1e-10)
+    found = through(cache, *(x[:, :, 30:] for x in (q, k, v)), 4, bias)  # what the other did does not show
+    torch.testing.assert_close(found, whole[:, :, 30:], rtol=1e-10, atol=1e-10)
 
 
 def test_bounded_scores_promise_before_they_start() -> None:

@@ -222,8 +222,9 @@ def test_encoders_are_refused_before_anything_is_read(data: str, tmp_path: Path)
         ):
             run(encoder, "--data", data, *words)
     subject = open_run(encoder)
-    with pytest.raises(ValueError, match="model: expected a decoder, got an encoder"):
-        analyses.positions.analyse(subject, Corpus.open(data), [16], tokens=64)
+    for one in analyses.ANALYSES.values():
+        with pytest.raises(ValueError, match="model: expected a decoder, got an encoder"):
+            one.analyse(subject, Corpus.open(data), [16], tokens=64, progress=pytest.fail)
     assert not (encoder / "analysis").exists()
 
 

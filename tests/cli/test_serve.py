@@ -68,6 +68,7 @@ def test_a_missing_extra_is_one_line(model: str, capsys: Capture, monkeypatch: p
         (["--port", "70000"], "--port: expected 0 … 65535, got 70000"),
         (["--host", "256.0.0.1"], "--port: cannot listen at 256.0.0.1:8000: "),
         (["--port", "0", "--max-context", "1"], "--max-context: expected at least 2, got 1"),
+        (["--port", "0", "--max-context", "0"], "--max-context: expected at least 2, got 0"),
         (["--port", "0", "--max-sequences", "0"], "--max-sequences: expected at least 1, got 0"),
         (["--port", "0", "--cache", "window"], "--cache: 'window' keeps what a mask can still see"),
         (["--port", "0", "--window", "5", "--block", "5"], "--window: expected one of --window and --block"),

@@ -315,6 +315,13 @@ def test_what_cannot_be_is_refused(
     assert re.search(message, said), said
 
 
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_an_unknown_precision_is_named(corpus: Corpus, trained: Path, precision: str) -> None:
+    asked = [protocol("nonoverlapping", 8, 16)]
+    with pytest.raises(ValueError, match=f"precision: expected 'auto' or 'float32' or 'bfloat16', got '{precision}'"):
+        evaluate(open_run(trained), corpus, asked, precision=precision)
+
+
 def test_missing_runs_checkpoints_and_tokenizers(
     corpus: Corpus, trained: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@
 
 All sequences of a batch grow together, by the same number of slots at each step. One that is shorter begins at a later
 slot (left padding, `starts`) and counts its positions from there, so it sees exactly what it would see alone. One that
-has ended frees its row (`rows`), another starts in its place (`restart`), or two caches are joined (`joined`).
+has ended frees its row (`rows`); two caches are joined (`joined`).
 
 >>> import torch, lengthen
 >>> from lengthen.attention.cache import Cache
@@ -258,9 +258,3 @@ class Cache:
     def kept(self) -> int:
         """How many slots a layer keeps on the device, at the most."""
         return max(layer.kept for layer in self.layers)
-
-    def restart(self, row: int, batch: int, at: int | None = None) -> None:
-        """Begin a new sequence in a row of the batch, at the next slot or a later one: it sees nothing before that."""
-        starts = torch.zeros(batch, dtype=torch.int64) if self.starts is None else self.starts.clone()
-        starts[row] = self.length if at is None else at
-        self.starts = starts

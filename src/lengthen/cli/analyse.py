@@ -3,7 +3,7 @@
   resolution   R(s), how well scores tell near keys from far ones, per layer and model; --blockwise adds blockwise rows
   positions    loss by position in the window; splits the gain of longer inputs into more context and a weaker early
                token curse
-  reach        ALiBi: how many keys back each head must read, and as a fraction of the score matrix
+  reach        with a bias: how many keys back each head must read, and as a fraction of the score matrix
   distance     how much of its attention each head spends at which distance
   longppl      perplexity over the tokens that a long context helps to predict; --judge is a run that chooses them
   induction    does it copy n random tokens when they are repeated, and which heads do it; --lengths are n
@@ -49,7 +49,7 @@ class Arguments:
     run_folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run's folder, a checkpoint's, or a model of Hugging Face."""
     data: Path | None = None  # token shards, or a text; none: what the model was trained on, or Python's source
-    what: list[Name] | None = None  # none: all; reach for ALiBi only
+    what: list[Name] | None = None  # none: all that fit; reach needs a bias
     lengths: list[int] | None = (
         None  # tokens read at once; none: the training length times 1, 2, 4, 8, 16, as far as fit
     )

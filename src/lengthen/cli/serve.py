@@ -132,7 +132,8 @@ def limits_of(arguments: Arguments, model: Transformer) -> Limits:
     from lengthen.serving.engine import Limits
 
     longest = model.config.longest
-    context = arguments.max_context or (CONTEXT if longest is None else min(CONTEXT, longest + 1))
+    usual = CONTEXT if longest is None else min(CONTEXT, longest + 1)
+    context = usual if arguments.max_context is None else arguments.max_context
     whole_number("--max-context", context, at_least=2)
     if longest is not None and context > longest + 1:
         raise ValueError(

@@ -6,7 +6,7 @@ runs.py         a checkpoint at many lengths; results.py keeps them, with how ea
 errors.py       standard errors of differences; verdict.py: how far a model can be stretched
 memory.py       GPU memory that scoring took
 tasks/          questions with exact answers: pass keys, needles, variables, words, recall: one file each
-analyses/       resolution, loss by position, reach, attention by distance, induction: one file each
+analyses/       resolution, loss by position, reach, attention by distance, induction, LongPPL: one file each
 capture.py      the inputs of each layer's attention, by a forward hook
 """
 

@@ -95,13 +95,18 @@ class Call:
         return q * by[0], k * by[1]
 
 
+def refuse_encoder(model: Transformer) -> None:
+    """Raise an error if a model sees what stands ahead: it would be asked for what it sees."""
+    if model.config.kind != "decoder":
+        raise ValueError(f"model: expected a decoder, got an {model.config.kind}: analyses look back, not ahead")
+
+
 def each_layer(model: Transformer, ids: Tensor, tell: Callable[[Call], None], mask: Mask | None = None) -> Tensor:
     """Read `ids` `[batch, length]`, telling of each layer's call as it happens; return the model's last hidden states.
 
     A model whose blocks are compiled runs uncompiled here.
     """
-    if model.config.kind != "decoder":
-        raise ValueError(f"model: expected a decoder, got an {model.config.kind}: these analyses look back, not ahead")
+    refuse_encoder(model)
     seen = 0
 
     def observe(op: nn.Module, given: Any, named: Any) -> None:

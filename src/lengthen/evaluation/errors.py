@@ -1,4 +1,4 @@
-"""Standard errors of means and of their differences, over segments of one text. Plain numbers: it needs no torch.
+"""Standard errors of means and of their differences, over segments of one text.
 
 Tokens next to each other are not independent, so a mean's standard error is taken over segments of the text, each with
 its sum of losses l_s and its count of tokens c_s: that of a ratio of sums,
@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from lengthen.model.loss import perplexity
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,6 @@ def standard_error(losses: Sequence[float], counts: Sequence[int]) -> float | No
     mean = sum(losses) / total
     squares = sum((loss - mean * count) ** 2 for loss, count in seen)
     return math.sqrt(n / (n - 1) * squares) / total
-
-
-def perplexity(loss: float) -> float:
-    """Return e^loss, ∞ where that is beyond a float."""
-    return math.exp(loss) if loss < 700 else math.nan if math.isnan(loss) else math.inf
 
 
 def _short(value: float) -> str:

@@ -23,10 +23,11 @@ from lengthen import io
 from lengthen.checks import describe, whole_number
 from lengthen.data import Corpus, Tokens
 from lengthen.data.masking import Masking
-from lengthen.evaluation.errors import perplexity, standard_error
+from lengthen.evaluation.errors import standard_error
 from lengthen.evaluation.memory import Peak
 from lengthen.evaluation.protocols import Protocol, Stretch, protocol
 from lengthen.model import IGNORED
+from lengthen.model.loss import perplexity
 from lengthen.model.score import Hide, Model, Reading, Task, device_of, window_losses
 
 SAVE_SECONDS = 10.0

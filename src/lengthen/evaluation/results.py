@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lengthen import io
-from lengthen.evaluation.errors import perplexity
+from lengthen.model.loss import perplexity
 
 FILE = "evaluation.jsonl"
 

@@ -17,12 +17,12 @@ from lengthen.checks import whole_number
 from lengthen.config import Config
 from lengthen.data import Corpus, Tokens
 from lengthen.evaluation import results
-from lengthen.evaluation.errors import perplexity
 from lengthen.evaluation.measure import Tally, measure, unigram_loss
 from lengthen.evaluation.protocols import Protocol
 from lengthen.evaluation.results import Measured, Result
 from lengthen.model import Transformer, load
-from lengthen.model.score import device_of, precision_of, usual_precision
+from lengthen.model.loss import perplexity
+from lengthen.model.score import device_of, precision_named, precision_of
 from lengthen.training import checkpoint as checkpoints
 from lengthen.training.batches import scoring
 from lengthen.training.checkpoint import Checkpoint
@@ -110,7 +110,7 @@ def evaluate(
     refuse_other_tokens(subject, corpus)
     text, task = corpus[split], scoring(subject.config, corpus, split)
     limit, device = targets_for(text, chosen, tokens), device_of(subject.model)
-    dtype = usual_precision(device) if precision == "auto" else getattr(torch, precision)
+    dtype = precision_named(precision, device)
     known = {} if again else results.read(subject.folder)
     found = []
     for one in chosen:

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from lengthen.evaluation.errors import Difference, difference, perplexity
+from lengthen.evaluation.errors import Difference, difference
 from lengthen.evaluation.results import Result
+from lengthen.model.loss import perplexity
 
 P = TypeVar("P", bound="Point")
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from lengthen.checks import whole_number
 from lengthen.interop.subjects import open_model, tokenizer_of
 from lengthen.model import IGNORED
-from lengthen.model.score import BATCH_TOKENS, logits_at, losses, usual_precision
+from lengthen.model.score import BATCH_TOKENS, logits_at, losses, precision_named
 from lengthen.training.parallel import pick_device
 
 try:
@@ -93,7 +93,7 @@ class LengthenLM(TemplateLM):
         self.max_gen_toks = whole_number("max_gen_toks", max_gen_toks, at_least=1)
         rows = None if batch_size in (None, "auto") else whole_number("batch_size", int(batch_size or 1), at_least=1)
         self.batch_size = rows
-        self.precision = usual_precision(self._device) if precision == "auto" else getattr(torch, precision)
+        self.precision = precision_named(precision, self._device)
 
     @property
     def eot_token_id(self) -> int:

@@ -10,6 +10,7 @@ computed twice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -130,3 +131,8 @@ def _scorer(device: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor], tuple
         return score
     # In 16 bits, what is computed in place is rounded at every step.
     return _score_in_place if dtype in (torch.float32, torch.float64) else _score_and_pull
+
+
+def perplexity(loss: float) -> float:
+    """Return e^loss, ∞ where that is beyond a float."""
+    return math.exp(loss) if loss < 700 else math.nan if math.isnan(loss) else math.inf

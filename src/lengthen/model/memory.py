@@ -24,7 +24,7 @@ def available(device: torch.device) -> int:
 
 
 def size(count: int) -> str:
-    """Return a number of bytes for reading, in MB or GB."""
+    """Return a number of bytes for reading, in MB, GB or TB."""
     for unit, scale in (("TB", 10**12), ("GB", 10**9)):
         if count >= scale:
             return f"{count // scale:,} {unit}"

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lengthen.attention import Mask
-from lengthen.checks import describe
+from lengthen.checks import choice, describe
 from lengthen.model.loss import IGNORED
 
 BATCH_TOKENS = {"cpu": 16_384, "cuda": 131_072}  # read in one pass, if a window is shorter than that
@@ -176,6 +176,12 @@ def _named(value: Any) -> str:
 def usual_precision(device: torch.device) -> torch.dtype:
     """Return what a model is read in on a device: bfloat16 on a GPU; float32 stands for the weights' own dtype."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def precision_named(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of matrix products that "auto", "float32" or "bfloat16" stands for on a device."""
+    choice("precision", name, ("auto", "float32", "bfloat16"))
+    return usual_precision(device) if name == "auto" else getattr(torch, name)
 
 
 def precision_of(model: Model, precision: torch.dtype) -> str:

@@ -2,7 +2,7 @@
 
     RUN/config.toml            the model's settings
     RUN/evaluation.jsonl       one line per measurement; a later line of the same measurement replaces an earlier one
-    RUN/analysis/<kind>.json   resolution, positions, reach, distance, induction
+    RUN/analysis/<kind>.json   resolution, positions, reach, distance, induction, longppl
     RUN/tasks.jsonl            one line per task and length
 
 Only `evaluation.jsonl` must be there: a folder without it is left out, with a note. Lines of other kinds and keys that
@@ -25,6 +25,7 @@ from lengthen.checks import whole_number
 from lengthen.evaluation.errors import Difference, difference
 from lengthen.evaluation.verdict import Verdict, change_between, judge
 from lengthen.io import Table, read_lines, read_toml
+from lengthen.model.loss import perplexity
 from lengthen.report.analyses import KINDS, Analysis, known, read_analysis
 from lengthen.report.tasks import Asked, read_tasks
 from lengthen.report.words import PROTOCOLS
@@ -68,8 +69,7 @@ class Measurement:
     def __post_init__(self) -> None:
         whole_number("length", self.length, at_least=1)
         if self.perplexity is None and self.loss is not None:
-            high = math.nan if math.isnan(self.loss) else math.inf
-            object.__setattr__(self, "perplexity", math.exp(self.loss) if self.loss < 700 else high)
+            object.__setattr__(self, "perplexity", perplexity(self.loss))
 
     @property
     def curve(self) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ ABOUT = {
     "reach": (
         "Reach",
         "How many keys, on average, a query of each head reads back before the rest are proved to weigh less than "
-        "rounding. The shade is the fraction of the causal score matrix that is read. Only methods with ALiBi's bias "
+        "rounding. The shade is the fraction of the causal score matrix that is read. Only methods with a bias "
         "have such a bound.",
     ),
     "distance": (

@@ -1,6 +1,6 @@
 """The run's log: JSON lines, one per step, one per evaluation, each step once however often the run was stopped.
 
-    {"kind": "step", "step": 12, "loss": 2.31, "lr": 0.0006, "grad_norm": 0.8, "tokens": 24576, "seconds": 3.2, …}
+    {"kind": "step", "step": 12, "loss": 2.31, "lr": 0.0006, "grad_norm": 0.8, "tokens_per_second": 7680.2, …}
     {"kind": "evaluation", "step": 250, "length": 128, "loss": 2.1, "perplexity": 8.2, "tokens": 65536}
 
 Numbers are written so that reading them gives the very same float, and each line ends with its crc32.

@@ -23,7 +23,8 @@ from lengthen.checks import describe
 from lengthen.config import Config
 from lengthen.data import Corpus
 from lengthen.model import IGNORED, Transformer
-from lengthen.model.score import autocast
+from lengthen.model.loss import perplexity
+from lengthen.model.score import autocast, precision_named
 from lengthen.training import checkpoint as checkpoints
 from lengthen.training import initial
 from lengthen.training.batches import Batches, Work, scoring
@@ -158,8 +159,7 @@ class _Run:
         """Make the batches, the model and the optimizer."""
         config, here = self.config, self.here
         on_gpu = here.device.type == "cuda"
-        narrow = config.train.precision == "bfloat16" or (config.train.precision == "auto" and on_gpu)
-        self.precision = torch.bfloat16 if narrow else torch.float32
+        self.precision = precision_named(config.train.precision, here.device)
         self.batches = Batches(self.corpus, config, here)
         if not force:
             refuse_what_cannot_fit(config, here)
@@ -305,7 +305,7 @@ class _Run:
             if length == config.model.train_length:
                 self.validation = self.step, loss
             record: Record = {"kind": "evaluation", "step": self.step, "length": length, "loss": loss}
-            record |= {"perplexity": _exp(loss), "tokens": scored, "protocol": "nonoverlapping"}
+            record |= {"perplexity": perplexity(loss), "tokens": scored, "protocol": "nonoverlapping"}
             self._write(record)
             self.tell("evaluated", record)
         self.clock = time.perf_counter()  # the time that evaluation took is not training's
@@ -391,7 +391,3 @@ class _Numbers:
         if self._event is not None:
             self._event.synchronize()
         return cast(list[float], self._values.tolist())
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 from lengthen.config import GATED, Config, ModelConfig
 from lengthen.model.memory import available, size
+from lengthen.model.score import precision_named
 from lengthen.training.parallel import World, spread_as
 
 PER_PARAMETER = 16
@@ -54,7 +57,7 @@ def needed_by_inputs(config: Config, here: World) -> int:
 def needed_by_activations(config: Config, here: World) -> int:
     """Return the bytes that one pass keeps of the blocks for its backward pass."""
     model, train = config.model, config.train
-    narrow = train.precision == "bfloat16" or (train.precision == "auto" and here.device.type == "cuda")
+    narrow = precision_named(train.precision, here.device) == torch.bfloat16
     kept = {"parallel": 3, "shared": 2}.get(model.block, 4) * model.width
     kept += 2 * model.head_width * (model.heads + model.key_value_heads)
     kept += model.hidden_width * (3 if model.activation in GATED else 1 if model.activation == "relu" else 2)

@@ -15,7 +15,8 @@ from types import ModuleType
 
 from lengthen import io
 from lengthen.evaluation.analyses import distance, induction, longppl, positions, reach, resolution
-from lengthen.evaluation.analyses.shared import Lengths, Row, fitting_lengths, refuse_encoder
+from lengthen.evaluation.analyses.shared import Lengths, Row, fitting_lengths
+from lengthen.evaluation.capture import refuse_encoder
 
 ANALYSES: dict[str, ModuleType] = {
     "resolution": resolution,

@@ -60,11 +60,11 @@ def analyse(
     progress: Progress = silent,
 ) -> Row:
     """Return what each head spends at which distance, at each length."""
-    rows = []
+    head, rows = header("distance", subject, corpus), []
     for length in lengths:
         found = of_model(subject.model, pieces(corpus[split], length, tokens, "distance", progress))
         rows.append({"length": length, "distances": bucket_starts(length), "weight": found.tolist()})
-    return header("distance", subject, corpus) | {"rows": rows}
+    return head | {"rows": rows}
 
 
 def table(found: Row) -> Iterator[str]:

@@ -134,11 +134,12 @@ def analyse(
     progress: Progress = silent,
 ) -> Row:
     """Return how much better a model predicts n random tokens when it reads them again, for each n of `lengths`."""
-    known, rows, most = vocabulary(corpus, split, tokens), [], min(tokens, len(corpus[split]))
+    head, rows = header("induction", subject, corpus), []
+    known, most = vocabulary(corpus, split, tokens), min(tokens, len(corpus[split]))
     for length in lengths:
         ids = sequences(known, length, max(LEAST_SEQUENCES, most // (2 * length)), seed)
         rows.append({"length": length, **asdict(of_model(subject.model, ids, progress))})
-    return header("induction", subject, corpus) | {"vocabulary": len(known), "rows": rows}
+    return head | {"vocabulary": len(known), "rows": rows}
 
 
 def table(found: Row) -> Iterator[str]:

@@ -31,10 +31,11 @@ from lengthen.checks import whole_number
 from lengthen.data import Corpus, Tokens
 from lengthen.evaluation.analyses.positions import Tell, scored, sliding_windows, whole_pieces
 from lengthen.evaluation.analyses.shared import TOKENS, Progress, Row, header, line, silent
-from lengthen.evaluation.errors import perplexity, standard_error
+from lengthen.evaluation.errors import standard_error
 from lengthen.evaluation.measure import SEGMENTS
 from lengthen.evaluation.runs import Subject
 from lengthen.model import IGNORED, Transformer
+from lengthen.model.loss import perplexity
 from lengthen.model.score import Model, Reading, Task, device_of, usual_precision, window_losses
 
 ALPHA, BETA, GAMMA = 2.0, -2.0, 5.0
@@ -152,7 +153,9 @@ def analyse(
 ) -> Row:
     """Return LongPPL at each length; `short` is K, by default an eighth of the training length."""
     model, rows, apart = subject.model, [], subject.config.data.document_mask
+    head = header("longppl", subject, corpus, usual_precision(device_of(model)))
     short = usual_short(model) if short is None else short
+    stride = max(1, short // 8) if stride is None else stride
     for length in lengths:
         found = of_model(
             model,
@@ -179,9 +182,9 @@ def analyse(
                 "perplexity": perplexity(found.all_loss),
             }
         )
-    told = {"short": short, "stride": stride or max(1, short // 8), "alpha": alpha, "beta": beta, "gamma": GAMMA}
+    told = {"short": short, "stride": stride, "alpha": alpha, "beta": beta, "gamma": GAMMA}
     judged = {"judge": None if judge is None else judge.weights}
-    return header("longppl", subject, corpus, usual_precision(device_of(model))) | told | judged | {"rows": rows}
+    return head | told | judged | {"rows": rows}
 
 
 def table(found: Row) -> Iterator[str]:

@@ -182,6 +182,7 @@ def analyse(
 ) -> Row:
     """Return the loss by position at each length, and the curse between the shortest and the longest."""
     model, text, rows, apart = subject.model, corpus[split], [], subject.config.data.document_mask
+    head = header("positions", subject, corpus, usual_precision(device_of(model)))
     for length in lengths:
         tell = partial(progress, f"positions, {length}")
         found = by_position(model, text, length, tokens, tell=tell, document_mask=apart)
@@ -192,7 +193,7 @@ def analyse(
         split_up = curse(model, text, short, long, tokens, stride, tell, apart)
         between = {"short": short, "long": long, "gain": split_up.gain, "from_context": split_up.from_context}
         between |= {"from_curse": split_up.from_curse, **asdict(split_up)}
-    return header("positions", subject, corpus, usual_precision(device_of(model))) | {"rows": rows, "curse": between}
+    return head | {"rows": rows, "curse": between}
 
 
 def table(found: Row) -> Iterator[str]:

@@ -82,11 +82,11 @@ def analyse(
     progress: Progress = silent,
 ) -> Row:
     """Return how far each head must look, at each length."""
-    rows = []
+    head, rows = header("reach", subject, corpus), []
     for length in lengths:
         found = of_model(subject.model, pieces(corpus[split], length, tokens, "reach", progress))
         rows.append({"length": length, "reach": found.reach.tolist(), "fraction": found.fraction.tolist()})
-    return header("reach", subject, corpus) | {"rows": rows}
+    return head | {"rows": rows}
 
 
 def table(found: Row) -> Iterator[str]:

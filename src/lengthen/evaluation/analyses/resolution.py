@@ -100,15 +100,15 @@ def analyse(
     progress: Progress = silent,
 ) -> Row:
     """Return R of each layer and of the model at each length; `blockwise`: with blockwise attention too."""
-    block = block or max(1, subject.model.config.train_length // 2)
-    rows = []
+    head, rows = header("resolution", subject, corpus), []
+    block = max(1, subject.model.config.train_length // 2) if block is None else block
     for blocks in (False, True) if blockwise else (False,):
         stage, mask = ("blockwise resolution", Blockwise(block)) if blocks else ("resolution", None)
         for length in lengths:
             found = of_model(subject.model, pieces(corpus[split], length, tokens, stage, progress), mask)
             row: Row = {"length": length, "blockwise": blocks, "block": block if blocks else None}
             rows.append(row | {"resolution": found.model, "layers": found.layers})
-    return header("resolution", subject, corpus) | {"rows": rows}
+    return head | {"rows": rows}
 
 
 def table(found: Row) -> Iterator[str]:

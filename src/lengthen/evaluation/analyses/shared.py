@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lengthen import __version__
 from lengthen.data import Corpus, Tokens
+from lengthen.evaluation.capture import refuse_encoder
 from lengthen.evaluation.runs import Subject
-from lengthen.model import Transformer
 from lengthen.model.score import device_of, precision_of
 
 TOKENS = 16_384  # of the text that are read, by default
@@ -61,12 +61,6 @@ def header(kind: str, subject: Subject, corpus: Corpus, precision: torch.dtype =
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "version": __version__,
     }
-
-
-def refuse_encoder(model: Transformer) -> None:
-    """Raise an error if a model sees what stands ahead: it would be asked for what it sees."""
-    if model.config.kind != "decoder":
-        raise ValueError(f"model: expected a decoder, got an {model.config.kind}: analyses look back, not ahead")
 
 
 def pieces(text: Tokens, length: int, tokens: int, stage: str, progress: Progress) -> Iterator[Tensor]:

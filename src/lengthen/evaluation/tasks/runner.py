@@ -25,7 +25,7 @@ from lengthen.evaluation.tasks import results
 from lengthen.evaluation.tasks.registry import TASKS
 from lengthen.evaluation.tasks.results import Asked, TaskResult
 from lengthen.evaluation.tasks.sample import Haystack, Sample
-from lengthen.model.score import BATCH_TOKENS, Model, device_of, logits_at, precision_of, usual_precision
+from lengthen.model.score import BATCH_TOKENS, Model, device_of, logits_at, precision_named, precision_of
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SAMPLES = 100
@@ -87,7 +87,7 @@ def evaluate(
     check(subject, depths, samples, seed, how)
     refuse_other_tokens(subject, corpus)
     text, device = Haystack.of(corpus, split), device_of(subject.model)
-    dtype = usual_precision(device) if precision == "auto" else getattr(torch, precision)
+    dtype = precision_named(precision, device)
     known = {} if again else results.read(subject.folder)
     found = []
     for name in tasks:
