@@ -158,6 +158,18 @@ def test_words_come_over_the_file(tmp_path: Path) -> None:
     assert (again.keys.train.steps, again.keys.model.layers, again.config) == (5, 1, str(mine))
 
 
+def test_options_of_a_method_are_of_any_shape(tmp_path: Path) -> None:
+    mixed = tmp_path / "mixed.toml"
+    mixed.write_text(
+        "[model]\nlayers = 1\nwidth = 8\nheads = 2\ntrain_length = 8\nposition_options.slopes = [1, 0.5]\n"
+    )
+    assert verb.parse([str(mixed)]).resolved().model.position_options == {"slopes": [1, 0.5]}
+    given = verb.parse([str(mixed), "--model.position_options.slopes", "[2, 0.25]"])
+    assert given.resolved().model.position_options == {"slopes": [2, 0.25]}
+    nested = verb.parse([str(mixed), "--model.position_options.other", "[[1, 'x'], {a = true}, []]"])
+    assert nested.keys.model.position_options["other"] == [[1, "x"], {"a": True}, []]
+
+
 def test_a_size_that_nobody_gives_is_named(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "mine.toml").write_text("[model]\nwidth = 16\nheads = 2\ntrain_length = 8\n")
     with pytest.raises(SystemExit) as left:

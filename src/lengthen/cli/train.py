@@ -76,8 +76,12 @@ def parse(words: list[str]) -> Arguments:
     name = next((word for word in words if not word.startswith("-")), None)
     if name is None and not {"-h", "--help"} & set(words):
         raise ValueError(f"CONFIG: expected a TOML file or one of the presets {', '.join(configs.presets())}, got none")
-    default = Arguments(tyro.MISSING, _draft(configs.find(name) if name else None, given))
-    return flags.parse(Arguments, words, "train", __doc__ or "", default)
+    draft = _draft(configs.find(name) if name else None)
+    options = {**draft.model.position_options, **given}
+    draft.model.position_options.clear()  # no flags of ours: what they are is the method's affair
+    arguments = flags.parse(Arguments, words, "train", __doc__ or "", Arguments(tyro.MISSING, draft))
+    arguments.keys.model.position_options.update(options)
+    return arguments
 
 
 def _joined(words: list[str]) -> list[str]:
@@ -92,8 +96,8 @@ def _joined(words: list[str]) -> list[str]:
     return joined[1:]
 
 
-def _draft(path: Path | None, options: dict[str, Any]) -> Draft:
-    """Return the config of a file, and the position method's options; sizes missing from the file must be given."""
+def _draft(path: Path | None) -> Draft:
+    """Return the config of a file; sizes missing from it must be given."""
     table = io.read_toml(path, dict) if path else {}
     sizes = dict.fromkeys(("layers", "width", "heads", "train_length"), 1)
     given = table.get("model", {})
@@ -101,7 +105,6 @@ def _draft(path: Path | None, options: dict[str, Any]) -> Draft:
         table["model"] = {"vocab_size": None} | sizes | given
     draft = io.build(Draft, table, str(path))
     vars(draft.model).update((name, tyro.MISSING) for name in sizes if name not in given)
-    draft.model.position_options.update(options)
     return draft
 
 
