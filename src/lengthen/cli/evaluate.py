@@ -148,21 +148,10 @@ def whole_numbers(name: str, given: list[int]) -> list[int]:
     return sorted(set(given))
 
 
-def _changes(results: list[Result]) -> dict[str, str]:
-    """Return by how much each perplexity is above that at the training length, paired; nothing for that one itself."""
-    from lengthen.evaluation.verdict import change_between, grouped, judge
-
-    found = {one.key: "" for one in results}
-    for group in grouped(results).values():
-        if judged := judge(group, group[0].train_length):
-            others = (one for one in group if one is not judged.reference)
-            found |= {one.key: str(change_between(one, judged.reference)) for one in others}
-    return found
-
-
 def describe(subject: Subject, results: list[Result], corpus: Corpus) -> str:
     """Return the results as a table, under lines that say what they are of."""
     from lengthen.evaluation import Protocol
+    from lengthen.evaluation.verdict import changes
 
     config, first = subject.model.config, results[0]
     changed = ", ".join(f"{name} {value}" for name, value in config.position_options.items())
@@ -175,7 +164,7 @@ def describe(subject: Subject, results: list[Result], corpus: Corpus) -> str:
         f"{'tokens' if first.task == 'next tokens' else first.task} of {first.documents:,} documents at every length"
         f"{', which do not see each other' if first.document_mask else ''}"
     )
-    changes = _changes(results)
+    change = changes(results)
     rows: list[tuple[str, ...]] = [
         ("length", "×", "protocol", "loss", "perplexity", "change", "per word", "bits/byte", "tokens/s", "memory")
     ]
@@ -187,7 +176,7 @@ def describe(subject: Subject, results: list[Result], corpus: Corpus) -> str:
                 str(Protocol(one.protocol, one.length, one.stride, one.block, one.per_document)),
                 f"{one.loss:.4f}",
                 f"{one.perplexity:.3f}",
-                changes[one.key],
+                change.get(one.key, ""),
                 f"{one.perplexity_per_word:,.4g}",
                 f"{one.bits_per_byte:.4f}",
                 f"{one.tokens_per_second:,.0f}",
