@@ -56,15 +56,11 @@ class Arguments:
     protocol: list[Protocol] = field(default_factory=lambda: ["nonoverlapping"])  # how a text is read
     stride: int | None = None  # of sliding; none: half the length
     block: int | None = None  # tokens; none: half the training length for blockwise, all of it for window
-    per_document: int | None = (
-        None  # read only this many tokens of each document, from its start; none: documents joined
-    )
+    per_document: int | None = None  # read only this many tokens of each document; none: documents joined
     tokens: int | None = None  # to score; none: 131072, or the longest length
     task: list[Task] = field(default_factory=list)  # run these tasks instead of measuring perplexity
     samples: int = 100  # task: samples per length
-    depths: list[float] | None = (
-        None  # task: where the needle is, from 0 (beginning) to 1 (end); none: 0,0.25,0.5,0.75,1
-    )
+    depths: list[float] | None = None  # task: where the needle is, 0 (beginning) to 1 (end); none: 0,0.25,0.5,0.75,1
     seed: int = 0  # task: other samples
     checkpoint: Literal["last", "best"] = "last"  # which of a run's checkpoints
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 is autocast; auto: that on a GPU

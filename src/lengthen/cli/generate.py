@@ -59,9 +59,7 @@ class Arguments:
     seed: int = 0  # of the random numbers
     samples: int = 1  # texts; several are printed once all are finished
     cache: Literal["full", "window", "reach"] = "full"  # which keys and values are kept
-    mode: Literal["exact", "certified"] = (
-        "exact"  # of reach: far keys go to host memory, or are dropped with an error bound
-    )
+    mode: Literal["exact", "certified"] = "exact"  # of reach: far keys go to host memory, or are dropped with a bound
     tolerance: float | None = None  # softmax mass of a row that may stay unread; none: half a unit in the last place
     window: int | None = None  # sliding window: tokens that each token sees, itself included; none: all
     block: int | None = None  # blockwise causal attention with blocks of this many tokens

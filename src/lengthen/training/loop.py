@@ -106,9 +106,7 @@ class _Run:
     ) -> None:
         self.config, self.corpus, self.out, self.here, self.stop = config, corpus, out, here, stop
         self.folder, self.watchers = out / "checkpoints", watchers
-        self.late = (
-            here.device.type != "cpu"
-        )  # losses are read some steps late, so that the GPU's queue never runs empty
+        self.late = here.device.type != "cpu"  # losses are read some steps late, so that a GPU's queue never runs empty
         self._refuse_what_does_not_fit()
         self.resumed, passed = chosen(self.folder, resume, here)
         for problem in passed:
