@@ -6,6 +6,8 @@ resolved to: `model.vocab_size`, where none was given, and the tokenizer are the
 
 `model.train_length` is the number of tokens that a model is trained on at once. The lengths that it is used at
 afterwards are no property of the model, and are never called by that name.
+
+All sections stand in this one file, so that there is one place to look a key up.
 """
 
 from __future__ import annotations
