@@ -1,6 +1,7 @@
 """Hugging Face models: load and export them, use this attention inside `transformers`; lm-evaluation-harness.
 
-architecture.py   an architecture, described once for both ways; one file a family (llama.py, bloom.py, own.py …)
+architecture.py   an architecture, described once for both ways; one file per family (llama.py, bloom.py, own.py …);
+                  architectures.py lists them
 asked.py          config.json key by key, unknown keys refused; rope.py: rotary angles
 folder.py         files of weights, tensor by tensor
 models.py         `lengthen.load`; subjects.py: what a verb works with, from any path
