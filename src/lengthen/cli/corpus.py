@@ -18,7 +18,7 @@ LARGE = 1 << 30  # bytes that take seconds to read
 
 
 def default_folder(data: DataConfig) -> Path:
-    """Return where the default corpus of a tokenizer lies: one a version of Python, whose source it is."""
+    """Return where the default corpus of a tokenizer lies: one per version of Python, whose source it is."""
     name = "bytes" if data.tokenizer == "bytes" else f"bpe-{data.vocab_size or VOCABULARY}"
     return Path("data") / f"python-{sys.version_info.major}.{sys.version_info.minor}-{name}"
 
