@@ -63,7 +63,7 @@ class Arguments:
     depths: list[float] | None = None  # task: where the needle is, 0 (beginning) to 1 (end); none: 0,0.25,0.5,0.75,1
     seed: int = 0  # task: other samples
     checkpoint: Literal["last", "best"] = "last"  # which of a run's checkpoints
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 is autocast; auto: that on a GPU
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward pass; auto: bfloat16 autocast on a GPU
     device: str | None = None  # cpu or cuda; none: cuda where there is one
     again: bool = False  # measure again even if a result exists
     verify: bool = False  # compare every file of the corpus with its checksum, not only those that changed
