@@ -25,7 +25,7 @@ length, over the same tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 Protocol = Literal["nonoverlapping", "sliding", "blockwise", "window"]
 Task = Literal["passkey", "needles", "variables", "common_words", "frequent_words", "recall"]
 TIMES = (1, 2, 4, 8, 16, 32)  # the training length, by default
-OPTIONS = "--positions."  # of whatever name: what a method takes, the method checks
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,7 @@ class Arguments:
 
 def parse(words: list[str]) -> Arguments:
     """Return the words, options of the position method among them."""
-    options, rest = flags.take(words, OPTIONS)
-    return replace(flags.parse(Arguments, rest, "eval", __doc__ or ""), positions=options)
+    return flags.parse_with_positions(Arguments, words, "eval", __doc__ or "")
 
 
 def run(arguments: Arguments) -> int:

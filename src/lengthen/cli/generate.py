@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from lengthen.attention.cache import Cache
     from lengthen.data.tokenizer import Tokenizer
     from lengthen.model import Transformer
-
-OPTIONS = "--positions."  # of whatever name: what a method takes, the method checks
 
 
 @dataclass(frozen=True)
@@ -73,8 +71,7 @@ class Arguments:
 
 def parse(words: list[str]) -> Arguments:
     """Return the words, options of the position method among them."""
-    options, rest = flags.take(words, OPTIONS)
-    return replace(flags.parse(Arguments, rest, "generate", __doc__ or ""), positions=options)
+    return flags.parse_with_positions(Arguments, words, "generate", __doc__ or "")
 
 
 def run(arguments: Arguments) -> int:

@@ -19,14 +19,14 @@ import ipaddress
 import os
 import socket
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from lengthen.cli import flags
-from lengthen.cli.generate import OPTIONS, mask_of, opened
+from lengthen.cli.generate import mask_of, opened
 from lengthen.cli.progress import amount
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ class Arguments:
 
 def parse(words: list[str]) -> Arguments:
     """Return the words, options of the position method among them."""
-    options, rest = flags.take(words, OPTIONS)
-    return replace(flags.parse(Arguments, rest, "serve", __doc__ or ""), positions=options)
+    return flags.parse_with_positions(Arguments, words, "serve", __doc__ or "")
 
 
 def run(arguments: Arguments) -> int:
