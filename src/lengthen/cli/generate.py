@@ -146,18 +146,7 @@ def write(model: Transformer, tokenizer: Tokenizer, prompt: str, arguments: Argu
         texts[one].add(tokens[-1])
         return texts[one].ended
 
-    names = (
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "seed",
-        "samples",
-        "chunk",
-        "cache",
-        "mode",
-    )
+    same = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "samples", "chunk", "cache", "mode")
     try:
         steps = model.stream(
             [ids or [tokenizer.end_id or 0]],
@@ -166,7 +155,7 @@ def write(model: Transformer, tokenizer: Tokenizer, prompt: str, arguments: Argu
             until=until,
             mask=mask_of(arguments.window, arguments.block),
             tolerance=arguments.tolerance,
-            **{name: getattr(arguments, name) for name in names},
+            **{name: getattr(arguments, name) for name in same},
         )
     except ValueError as problem:  # of the library, which calls it otherwise
         raise ValueError(str(problem).replace("max_new_tokens:", "--tokens:", 1)) from None
