@@ -37,11 +37,8 @@ LAYERS, WIDTH, HEADS, WORDS = 4, 512, 8, 1024
 SCALES = (1, 3, 8)  # of the query, key and value projections
 SEED = 0
 FAMILIES = ("bloom", "falcon", "mpt")
-FUSED = {
-    "bloom": "query_key_value",
-    "falcon": "query_key_value",
-    "mpt": "Wqkv",
-}  # where queries, keys, values come from
+# The projection that queries, keys and values come from.
+FUSED = {"bloom": "query_key_value", "falcon": "query_key_value", "mpt": "Wqkv"}
 
 
 def model_of(family: str, scale: int) -> Any:

@@ -3,7 +3,7 @@
     python benchmarks/generate_cpu.py                           # 20,000 tokens each; writes benchmarks/results
     python benchmarks/generate_cpu.py --run demo/alibi          # of a run that is there
     python benchmarks/generate_cpu.py --quick                   # does the script work: short, means little
-    python benchmarks/generate_cpu.py --figure benchmarks/results/generate_cpu-2026-11-18.json docs/generation.svg
+    python benchmarks/generate_cpu.py --figure RESULT.json docs/figures/generation.svg
 
 The model is the demo's with ALiBi: the preset `tiny`, trained for the demo's 120 steps, in a temporary folder unless
 --run names one. One sequence at temperature 0.8, float32, one thread. `full` keeps everything, and makes its storage

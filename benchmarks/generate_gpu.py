@@ -7,11 +7,10 @@
 Two shapes of ALiBi models with random weights in bfloat16: the preset `small` with a vocabulary of 50,368, and MPT-1B
 (24 layers × 2048, 16 heads). Each is built here and in transformers, which is given the same tokens. The context,
 100,000 random tokens, is read in chunks of 2,048 (prefill), once for each cache, after a tenth of it was read to
-compile kernels. Then tokens are decoded greedily, one
-of each sequence per step; a batch is that context several times, with copied caches. A number is the median over the
-steps after the first few. Our caches: `full`, and both modes of `reach` at the recorded tolerance. Peak memory is what
-torch had allocated at the most while decoding, beside the weights. What does not fit into memory leaves a record
-that says so.
+compile kernels. Then tokens are decoded greedily, one of each sequence per step; a batch is that context several times,
+with copied caches. A number is the median over the steps after the first few. Our caches: `full`, and both modes of
+`reach` at the recorded tolerance. Peak memory is what torch had allocated at the most while decoding, beside the
+weights. What does not fit into memory leaves a record that says so.
 
 With random weights scores are small, so that how far a head looks is its slope's doing alone. A trained model may look
 farther, and keep more.

@@ -7,9 +7,9 @@
 Each method trains a decoder of 2 layers × 64 on documents of the passkey format, of 34 to 64 tokens, around a few
 sentences in random order, with a BPE that has their words as tokens and digits by themselves. Documents do not see each
 other: with several pass keys in view, models of this size had not learned to look at any in 2,500 steps. Then it is
-asked at 40 to 512 tokens, 100 samples a length, the key at five depths. One seed, one thread. A record is an accuracy:
-the fraction of samples whose five digits are all right. rotary and xPos are also read with blockwise attention, in
-blocks of 64 tokens.
+asked at 40 to 512 tokens, 100 samples per length, the key at five depths. One seed, one thread. A record is an
+accuracy: the fraction of samples whose five digits are all right. rotary and xPos are also read with blockwise
+attention, in blocks of 64 tokens.
 
     section     what is measured
     alibi, rotary, xpos      the position method of that name

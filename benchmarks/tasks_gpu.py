@@ -6,7 +6,7 @@
 
 A model of the replication campaign (512 tokens, 600 steps of books, the first seed) goes on for 200 steps of 128
 windows of 512 tokens, which hold documents of the passkey format in books, of up to 256 tokens, that do not see each
-other. Then it is asked for keys in books it has not seen, 100 samples a length, at five depths; rotary and xPos also
+other. Then it is asked for keys in books it has not seen, 100 samples per length, at five depths; rotary and xPos also
 in blocks. A record is an accuracy: the fraction of samples with every token of the answer right.
 
     section                                  what is measured

@@ -12,21 +12,8 @@ import lengthen
 PACKAGE = Path(lengthen.__file__).parent
 # Those that are single modules need no torch; a config builds its position method when asked.
 LAYERS = (
-    *(
-        "checks",
-        "io",
-        "attention",
-        "positions",
-        "config",
-        "model",
-        "data",
-        "training",
-        "evaluation",
-        "interop",
-        "serving",
-        "report",
-    ),
-    "cli",
+    *("checks", "io", "attention", "positions", "config", "model", "data", "training", "evaluation", "interop"),
+    *("serving", "report", "cli"),
 )
 OUTSIDE = {"__init__": LAYERS[:-1], "__main__": LAYERS}  # what each may import; no other module stands outside
 BASE = {"attention", "positions"}  # these need torch alone, and Triton where there is a GPU

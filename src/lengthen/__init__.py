@@ -66,13 +66,14 @@ __all__ = [
     "restore",
 ]
 
+# Where a name is from, if not from `attention`.
 _HOMES = {
     "ModelConfig": "config",
     "Transformer": "model",
     "accelerate": "interop.accelerate",
     "load": "interop.models",
     "restore": "interop.accelerate",
-}  # where a name is from, if not from `attention`
+}
 
 
 class _Package(ModuleType):

@@ -6,6 +6,8 @@ resolved to: `model.vocab_size`, where none was given, and the tokenizer are the
 
 `model.train_length` is the number of tokens that a model is trained on at once. The lengths that it is used at
 afterwards are no property of the model, and are never called by that name.
+
+All sections stand in this one file, so that there is one place to look a key up.
 """
 
 from __future__ import annotations
@@ -46,11 +48,11 @@ def _check(section: str, config: Any, **least: float) -> None:
 class ModelConfig:
     """The shape of a transformer."""
 
-    vocab_size: int | None  # tokens that it knows; none, for a run: as many as the data has
+    vocab_size: int | None  # tokens in the vocabulary; none: as many as the data has
     layers: int  # blocks of attention and feed-forward
     width: int  # features of a token between layers
     heads: int  # attention heads of each layer
-    train_length: int  # tokens that it is trained on at once
+    train_length: int  # tokens of a training window
     positions: str = "alibi"  # a position method (docs/methods.md), or several joined by '+'
     position_options: dict[str, Any] = field(default_factory=dict)  # of the method: --model.position_options.NAME
     kind: Literal["decoder", "encoder"] = "decoder"  # an encoder sees both ways, and predicts masked tokens
@@ -64,7 +66,7 @@ class ModelConfig:
     norm_epsilon: float = 1e-5  # added to the variance
     embedding_norm: bool = False  # a norm after the embedding (BLOOM)
     qk_norm: bool = False  # RMSNorm of each head's queries and keys before they are rotated: bounds every score
-    clip_qkv: float | None = None  # queries, keys and values are cut off at ± this; none: not
+    clip_qkv: float | None = None  # queries, keys and values are clamped to ± this; none: not at all
     score_scale: float | None = None  # what products of queries and keys are multiplied by; none: 1/√head_dim
     window: int | None = None  # tokens that each token sees, itself included, unless a mask is given; none: all before
     activation: Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu"] = "gelu_tanh"  # of the feed-forward layers
@@ -218,8 +220,8 @@ class DataConfig:
 
     order: Literal["pack", "sample"] = "pack"  # every window once per epoch, or windows anywhere, with replacement
     document_mask: bool = False  # documents in one window do not see each other
-    tokenizer: Literal["bytes", "bpe", "json"] = "bytes"  # of the default corpus; a run records its corpus'
-    vocab_size: int | None = None  # of a BPE, likewise; none: 4096
+    tokenizer: Literal["bytes", "bpe", "json"] = "bytes"  # of the default corpus; a run records its own corpus'
+    vocab_size: int | None = None  # ids of a BPE for the default corpus; none: 4096
 
     def __post_init__(self) -> None:
         _check("data", self, vocab_size=1)
@@ -231,11 +233,11 @@ class TrainConfig:
 
     steps: int = 1000  # updates of the weights
     batch: int = 32  # windows per step, over all processes
-    micro_batch: int | None = None  # windows in one pass of one process; none: all that it has
+    micro_batch: int | None = None  # windows per forward pass; none: all windows of a process
     seed: int = 0  # of weights, data and dropout
-    clip: float = 1.0  # the gradient's norm, at most; 0: not clipped
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 is autocast; auto: that on a GPU
-    compile: bool | None = None  # torch.compile for each block; none: on a GPU
+    clip: float = 1.0  # gradients are clipped to this norm; 0: not clipped
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 autocast on a GPU, float32 elsewhere
+    compile: bool | None = None  # torch.compile each block; none: only on a GPU
     checkpoint_activations: bool = False  # recompute blocks in the backward pass: slower, in less memory
     mask_fraction: float = 0.15  # fraction of an encoder's tokens that are masked, and predicted
 
@@ -250,8 +252,8 @@ class OptimizerConfig:
     """AdamW; weight decay on matrices alone."""
 
     lr: float = 1e-3  # the highest learning rate
-    method_lr_factor: float = 10.0  # times lr, for what a position method learns
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # decay of the two moments
+    method_lr_factor: float = 10.0  # factor on lr for the parameters of a position method
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # decay rates of the two moments
     epsilon: float = 1e-8  # added to the root of the second moment
     weight_decay: float = 0.1  # of matrices
 
@@ -271,7 +273,7 @@ class ScheduleConfig:
     shape: Literal["cosine", "trapezoid", "constant"] = "cosine"  # after warmup; a trapezoid is flat, then linear
     warmup: int = 100  # steps of linear warmup
     decay_fraction: float = 0.2  # fraction of all steps that the trapezoid's decay takes
-    floor: float = 0.1  # what it ends at
+    floor: float = 0.1  # fraction of lr that it ends at
 
     def __post_init__(self) -> None:
         _check("schedule", self, warmup=0)
@@ -284,8 +286,8 @@ class ScheduleConfig:
 class EvaluationConfig:
     """Validation loss while training, at the training length and beyond it, so that one sees extrapolation grow."""
 
-    every: int = 250  # steps; 0: never
-    lengths: list[int] | None = None  # tokens at once; none: the training length, twice and four times it
+    every: int = 250  # steps between validations; 0: never
+    lengths: list[int] | None = None  # in tokens; none: 1, 2 and 4 times the training length
     tokens: int = 65536  # of the validation split, the same for every length
 
     def __post_init__(self) -> None:
@@ -299,8 +301,8 @@ class EvaluationConfig:
 class CheckpointConfig:
     """When the run is saved, and what is kept: the last few, and the one with the lowest validation loss."""
 
-    every: int = 250  # steps; 0: only at the end
-    keep: int = 2  # of the last checkpoints
+    every: int = 250  # steps between checkpoints; 0: only at the end
+    keep: int = 2  # how many of the last checkpoints are kept
 
     def __post_init__(self) -> None:
         _check("checkpoint", self, every=0, keep=1)

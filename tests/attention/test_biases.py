@@ -222,7 +222,7 @@ ONES = torch.ones(4)
         (
             lambda: Linear(ONES, ONES[:3]),
             ValueError,
-            r"Linear\.ahead: expected one slope a head like slopes, \[4\], got .*\[3\]",
+            r"Linear\.ahead: expected one slope per head like slopes, \[4\], got .*\[3\]",
         ),
         (lambda: Table([[1.0]]), TypeError, r"Table\.values: expected a tensor, got \[\[1\.0\]\] \(list\)"),
         (lambda: Table(ONES), ValueError, r"Table\.values: expected 2 dimension.*got a torch.float32 .*\[4\]"),

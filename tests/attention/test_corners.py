@@ -177,4 +177,7 @@ def test_what_is_odd_is_refused_by_name(case: str) -> None:
 
 
 def test_unsigned_padding_will_do() -> None:
-    Causal().padded(torch.tensor([1, 2], dtype=torch.uint16))
+    q, k, v = torch.randn(3, 2, 4, 20, 8)
+    start, end = torch.tensor([1, 2]), torch.tensor([15, 20])
+    found = attention(q, k, v, mask=Causal().padded(start.to(torch.uint16), end.to(torch.uint16)))
+    assert torch.equal(found, attention(q, k, v, mask=Causal().padded(start, end)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -58,6 +59,9 @@ def test_a_verbs_help_is_its_docstring(verb: str, capsys: Capture) -> None:
     module = import_module(f"lengthen.cli.{MODULES.get(verb, verb)}")
     assert module.__doc__ is not None
     assert module.__doc__.strip() in said
+    flags = re.sub(r"[│─╭╮╰╯\s]+", " ", said[said.index("usage:") :])
+    # Help is the comment on a field's own line: one that stands inside parentheses is lost.
+    assert re.findall(r"(--[\w-]+)(?: [^\s(]+)? \((?:default|required|repeatable)", flags) == []
     assert f"\n  lengthen {verb} " in said, "there is no example"
 
 

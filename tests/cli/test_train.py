@@ -124,8 +124,8 @@ def test_help_has_every_key(capsys: Capture) -> None:
         if key != "model.position_options":
             assert re.search(rf" --{re.escape(key)} \S+ \w[^(]* .*?\((default: \S+|required)\)", said), key
     assert "--model.layers N blocks of attention and feed-forward (required)" in said
-    assert "--train.precision auto|float32|bfloat16 bfloat16 is autocast; auto: that on a GPU (default: auto)" in said
-    assert "--optimizer.betas X,… decay of the two moments (default: 0.9,0.95)" in said
+    assert "--train.precision auto|float32|bfloat16 auto: bfloat16 autocast on a GPU, float32 elsewhere (def" in said
+    assert "--optimizer.betas X,… decay rates of the two moments (default: 0.9,0.95)" in said
     assert "--model.position_options.NAME VALUE" in said
     with pytest.raises(SystemExit):
         main(["train", "tiny", "--help"])

@@ -96,15 +96,11 @@ def test_documents_kept_apart_against_a_loop(shape: tuple[list[int], int, int, i
 
 
 @given(shapes, st.integers(0, 50))
-def test_sample_stays_inside_and_pack_counts_epochs(shape: tuple[list[int], int, int, int], step: int) -> None:
+def test_sample_stays_inside(shape: tuple[list[int], int, int, int], step: int) -> None:
     lengths, length, batch, seed = shape
     tokens = Numbers(lengths)
     sampled = Windows(tokens, length=length, batch=batch, seed=seed, order="sample")  # type: ignore[arg-type]
     assert int(sampled.batch(step).targets.max()) < len(tokens)  # Numbers.read refuses what lies outside
-    packed = Windows(tokens, length=length, batch=batch, seed=seed)  # type: ignore[arg-type]
-    assert packed.epoch(step) == step * batch // packed.per_epoch
-    assert packed.epoch(packed.steps_per_epoch) >= 1
-    assert packed.steps_per_epoch == 1 or packed.epoch(packed.steps_per_epoch - 1) == 0
 
 
 def test_sample_reaches_every_start_about_as_often() -> None:
@@ -188,7 +184,8 @@ def test_iterating_gives_the_steps_of_one_epoch(shape: tuple[list[int], int, int
     lengths, length, batch, seed = shape
     windows = Windows(Numbers(lengths), length=length, batch=batch, seed=seed)  # type: ignore[arg-type]
     batches = list(windows)
-    assert len(batches) == len(windows) == windows.steps_per_epoch
+    assert len(batches) == len(windows)
+    assert (len(windows) - 1) * batch < windows.per_epoch <= len(windows) * batch
     for step, one in enumerate(batches):
         assert torch.equal(one.ids, windows.batch(step).ids)
     assert len(list(windows)) == len(batches)  # as often as one likes

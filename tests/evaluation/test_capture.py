@@ -9,7 +9,7 @@ from torch import Tensor
 from lengthen import Blockwise, Causal, Decay, Linear, ModelConfig, Transformer, Window, alibi_slopes
 from lengthen.attention import Mask, attention
 from lengthen.evaluation.capture import Call, each_layer
-from lengthen.model.transformer import Attention, AttentionOp
+from lengthen.model.block import Attention, AttentionOp
 
 
 def small(positions: str = "alibi", **options: object) -> Transformer:

@@ -166,7 +166,7 @@ def test_what_our_classes_do_not_do() -> None:
     model, ids = LengthenForCausalLM(LengthenConfig()).eval(), torch.randint(258, (2, 6))
     with pytest.raises(TypeError, match="expected no output_attentions"):
         model(ids, output_attentions=True)
-    with pytest.raises(ValueError, match="expected padding before or after a text alone"):
+    with pytest.raises(ValueError, match="expected each row's ones in one run"):
         model(ids, attention_mask=torch.tensor([[1, 1, 0, 1, 1, 1]] * 2))
     with pytest.raises(ValueError, match="position_ids: expected positions counted"):
         model(ids, attention_mask=torch.ones_like(ids), position_ids=torch.arange(6).flip(0)[None])

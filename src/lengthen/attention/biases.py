@@ -64,7 +64,7 @@ class Linear:
                 )
         if self.ahead is not None and self.ahead.shape != self.slopes.shape:
             raise ValueError(
-                f"Linear.ahead: expected one slope a head like slopes, {list(self.slopes.shape)}, "
+                f"Linear.ahead: expected one slope per head like slopes, {list(self.slopes.shape)}, "
                 f"got {describe(self.ahead)}"
             )
 

@@ -38,7 +38,6 @@ def merge(a: Partial, b: Partial) -> Partial:
     weight_a, weight_b = (lse_a - top).exp(), (lse_b - top).exp()
     total, blind = weight_a + weight_b, (lse_a == -torch.inf) & (lse_b == -torch.inf)
     total = total.masked_fill(blind, 1)
-    out = out_a.to(top.dtype) * (weight_a / total).unsqueeze(-1) + out_b.to(top.dtype) * (weight_b / total).unsqueeze(
-        -1
-    )
+    fraction_a, fraction_b = ((weight / total).unsqueeze(-1) for weight in (weight_a, weight_b))
+    out = out_a.to(top.dtype) * fraction_a + out_b.to(top.dtype) * fraction_b
     return out.to(out_a.dtype), (top + total.log()).masked_fill(blind, -torch.inf)

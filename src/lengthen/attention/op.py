@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from types import ModuleType
 from typing import Any, Literal, overload
 
@@ -14,6 +13,7 @@ from lengthen.attention.biases import Bias, Decay
 from lengthen.attention.masks import Causal, Mask
 from lengthen.attention.problem import Problem, pose
 from lengthen.attention.reach import Ball
+from lengthen.checks import nearest
 
 BACKENDS: dict[str, ModuleType] = {"reference": reference, "native": native, "chunked": chunked, "triton": triton}
 # In the order of preference, by device; `chunked` takes everything, on any.
@@ -134,7 +134,8 @@ def pick(problem: Problem, backend: str | None = None) -> Any:
                 return choice
         return chunked
     if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}{_hint(backend, BACKENDS)}")
+        hint = nearest(str(backend), BACKENDS)
+        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}{hint}")
     if reason := BACKENDS[backend].unfit(problem):
         raise ValueError(f"backend: {backend!r} cannot do this call: {reason}")
     return BACKENDS[backend]
@@ -146,10 +147,5 @@ def _not_taken(name: str) -> TypeError:
         return TypeError(f"{name}: not an argument of lengthen.attention; {OF_TORCH[name]}")
     known = ("bias", "decay", "mask", "scale", "q_start", "tolerance", "return_lse", "backend", "ball")
     return TypeError(
-        f"{name}: not an argument of lengthen.attention, which takes {', '.join(known)}{_hint(name, known)}"
+        f"{name}: not an argument of lengthen.attention, which takes {', '.join(known)}{nearest(name, known)}"
     )
-
-
-def _hint(name: object, known: Any) -> str:
-    near = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

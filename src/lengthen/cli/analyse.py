@@ -50,9 +50,7 @@ class Arguments:
     """A run's folder, a checkpoint's, or a model of Hugging Face."""
     data: Path | None = None  # token shards, or a text; none: what the model was trained on, or Python's source
     what: list[Name] | None = None  # none: all that fit; reach needs a bias
-    lengths: list[int] | None = (
-        None  # tokens read at once; none: the training length times 1, 2, 4, 8, 16, as far as fit
-    )
+    lengths: list[int] | None = None  # tokens read at once; none: 1 to 16 times the training length, as far as fit
     tokens: int = 16_384  # of the text to read
     split: str | None = None  # of the corpus; none: validation, or all of a text
     blockwise: bool = False  # resolution: with blockwise attention too

@@ -18,7 +18,7 @@ LARGE = 1 << 30  # bytes that take seconds to read
 
 
 def default_folder(data: DataConfig) -> Path:
-    """Return where the default corpus of a tokenizer lies: one a version of Python, whose source it is."""
+    """Return where the default corpus of a tokenizer lies: one per version of Python, whose source it is."""
     name = "bytes" if data.tokenizer == "bytes" else f"bpe-{data.vocab_size or VOCABULARY}"
     return Path("data") / f"python-{sys.version_info.major}.{sys.version_info.minor}-{name}"
 
@@ -59,11 +59,11 @@ def prepared(subject: Subject, text: Path | None) -> Corpus:
     own = f"{sys.prefix if text is None else text.resolve()} {state.tokenizer}"
     folder = Path("data") / f"{name}-{hashlib.sha256(own.encode()).hexdigest()[:8]}"
     end = None if subject.tokenizer is None else end_token(subject.tokenizer)
-    share = None if text is None else 0.0  # all of a text is read; of the standard library, what is held out
+    held_out = None if text is None else 0.0  # all of a text is read; of the standard library, what is held out
     print(f"reading {text or 'the source of Python’s standard library'} as tokens of this model, kept in {folder}")
     with show_progress() as progress:
         return prepare(
-            text, folder, tokenizer=tokenizer, end_token=end, validation=share, progress=progress, force=True
+            text, folder, tokenizer=tokenizer, end_token=end, validation=held_out, progress=progress, force=True
         )
 
 

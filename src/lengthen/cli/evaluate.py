@@ -25,7 +25,7 @@ length, over the same tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 Protocol = Literal["nonoverlapping", "sliding", "blockwise", "window"]
 Task = Literal["passkey", "needles", "variables", "common_words", "frequent_words", "recall"]
 TIMES = (1, 2, 4, 8, 16, 32)  # the training length, by default
-OPTIONS = "--positions."  # of whatever name: what a method takes, the method checks
 
 
 @dataclass(frozen=True)
@@ -56,18 +55,14 @@ class Arguments:
     protocol: list[Protocol] = field(default_factory=lambda: ["nonoverlapping"])  # how a text is read
     stride: int | None = None  # of sliding; none: half the length
     block: int | None = None  # tokens; none: half the training length for blockwise, all of it for window
-    per_document: int | None = (
-        None  # read only this many tokens of each document, from its start; none: documents joined
-    )
+    per_document: int | None = None  # read only this many tokens of each document; none: documents joined
     tokens: int | None = None  # to score; none: 131072, or the longest length
     task: list[Task] = field(default_factory=list)  # run these tasks instead of measuring perplexity
     samples: int = 100  # task: samples per length
-    depths: list[float] | None = (
-        None  # task: where the needle is, from 0 (beginning) to 1 (end); none: 0,0.25,0.5,0.75,1
-    )
+    depths: list[float] | None = None  # task: where the needle is, 0 (beginning) to 1 (end); none: 0,0.25,0.5,0.75,1
     seed: int = 0  # task: other samples
     checkpoint: Literal["last", "best"] = "last"  # which of a run's checkpoints
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 is autocast; auto: that on a GPU
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward pass; auto: bfloat16 autocast on a GPU
     device: str | None = None  # cpu or cuda; none: cuda where there is one
     again: bool = False  # measure again even if a result exists
     verify: bool = False  # compare every file of the corpus with its checksum, not only those that changed
@@ -76,8 +71,7 @@ class Arguments:
 
 def parse(words: list[str]) -> Arguments:
     """Return the words, options of the position method among them."""
-    options, rest = flags.take(words, OPTIONS)
-    return replace(flags.parse(Arguments, rest, "eval", __doc__ or ""), positions=options)
+    return flags.parse_with_positions(Arguments, words, "eval", __doc__ or "")
 
 
 def run(arguments: Arguments) -> int:
@@ -148,21 +142,10 @@ def whole_numbers(name: str, given: list[int]) -> list[int]:
     return sorted(set(given))
 
 
-def _changes(results: list[Result]) -> dict[str, str]:
-    """Return by how much each perplexity is above that at the training length, paired; nothing for that one itself."""
-    from lengthen.evaluation.verdict import change_between, grouped, judge
-
-    found = {one.key: "" for one in results}
-    for group in grouped(results).values():
-        if judged := judge(group, group[0].train_length):
-            others = (one for one in group if one is not judged.reference)
-            found |= {one.key: str(change_between(one, judged.reference)) for one in others}
-    return found
-
-
 def describe(subject: Subject, results: list[Result], corpus: Corpus) -> str:
     """Return the results as a table, under lines that say what they are of."""
     from lengthen.evaluation import Protocol
+    from lengthen.evaluation.verdict import changes
 
     config, first = subject.model.config, results[0]
     changed = ", ".join(f"{name} {value}" for name, value in config.position_options.items())
@@ -175,7 +158,7 @@ def describe(subject: Subject, results: list[Result], corpus: Corpus) -> str:
         f"{'tokens' if first.task == 'next tokens' else first.task} of {first.documents:,} documents at every length"
         f"{', which do not see each other' if first.document_mask else ''}"
     )
-    changes = _changes(results)
+    change = changes(results)
     rows: list[tuple[str, ...]] = [
         ("length", "×", "protocol", "loss", "perplexity", "change", "per word", "bits/byte", "tokens/s", "memory")
     ]
@@ -187,7 +170,7 @@ def describe(subject: Subject, results: list[Result], corpus: Corpus) -> str:
                 str(Protocol(one.protocol, one.length, one.stride, one.block, one.per_document)),
                 f"{one.loss:.4f}",
                 f"{one.perplexity:.3f}",
-                changes[one.key],
+                change.get(one.key, ""),
                 f"{one.perplexity_per_word:,.4g}",
                 f"{one.bits_per_byte:.4f}",
                 f"{one.tokens_per_second:,.0f}",

@@ -5,6 +5,7 @@ Values are read as the files have them: `true`, `none`, and lists with commas (6
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import typing
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from lengthen.checks import nearest
 from lengthen.io import alternatives, keys, literal, named
 
 T = TypeVar("T")
+POSITIONS = "--positions."
 
 
 def parse(kind: type[T], words: Sequence[str], verb: str, description: str, default: T | None = None) -> T:
@@ -48,6 +50,13 @@ def take(words: Sequence[str], prefix: str) -> tuple[dict[str, Any], list[str]]:
             raise ValueError(f"{word}: expected a value, got none")
         taken[word.removeprefix(prefix)] = literal(queue.pop(0))
     return taken, rest
+
+
+def parse_with_positions(kind: type[T], words: Sequence[str], verb: str, description: str) -> T:
+    """Return the words as `parse` does, with --positions.NAME VALUE, options of the position method, as a table."""
+    options, rest = take(words, POSITIONS)  # of whatever name: what a method takes, the method checks
+    arguments: Any = parse(kind, rest, verb, description)
+    return dataclasses.replace(arguments, positions=options)  # type: ignore[no-any-return]
 
 
 def _parts(word: str) -> list[str]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from lengthen.attention.cache import Cache
     from lengthen.data.tokenizer import Tokenizer
     from lengthen.model import Transformer
-
-OPTIONS = "--positions."  # of whatever name: what a method takes, the method checks
 
 
 @dataclass(frozen=True)
@@ -59,9 +57,7 @@ class Arguments:
     seed: int = 0  # of the random numbers
     samples: int = 1  # texts; several are printed once all are finished
     cache: Literal["full", "window", "reach"] = "full"  # which keys and values are kept
-    mode: Literal["exact", "certified"] = (
-        "exact"  # of reach: far keys go to host memory, or are dropped with an error bound
-    )
+    mode: Literal["exact", "certified"] = "exact"  # of reach: far keys go to host memory, or are dropped with a bound
     tolerance: float | None = None  # softmax mass of a row that may stay unread; none: half a unit in the last place
     window: int | None = None  # sliding window: tokens that each token sees, itself included; none: all
     block: int | None = None  # blockwise causal attention with blocks of this many tokens
@@ -75,8 +71,7 @@ class Arguments:
 
 def parse(words: list[str]) -> Arguments:
     """Return the words, options of the position method among them."""
-    options, rest = flags.take(words, OPTIONS)
-    return replace(flags.parse(Arguments, rest, "generate", __doc__ or ""), positions=options)
+    return flags.parse_with_positions(Arguments, words, "generate", __doc__ or "")
 
 
 def run(arguments: Arguments) -> int:
@@ -151,18 +146,7 @@ def write(model: Transformer, tokenizer: Tokenizer, prompt: str, arguments: Argu
         texts[one].add(tokens[-1])
         return texts[one].ended
 
-    names = (
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "seed",
-        "samples",
-        "chunk",
-        "cache",
-        "mode",
-    )
+    same = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "samples", "chunk", "cache", "mode")
     try:
         steps = model.stream(
             [ids or [tokenizer.end_id or 0]],
@@ -171,7 +155,7 @@ def write(model: Transformer, tokenizer: Tokenizer, prompt: str, arguments: Argu
             until=until,
             mask=mask_of(arguments.window, arguments.block),
             tolerance=arguments.tolerance,
-            **{name: getattr(arguments, name) for name in names},
+            **{name: getattr(arguments, name) for name in same},
         )
     except ValueError as problem:  # of the library, which calls it otherwise
         raise ValueError(str(problem).replace("max_new_tokens:", "--tokens:", 1)) from None

@@ -141,5 +141,5 @@ def course(values: list[float], columns: int) -> str:
         means.append(sum(part) / len(part))
     finite = [mean for mean in means if math.isfinite(mean)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
-    shares = [(mean - low) / ((high - low) or 1) for mean in means]
-    return "".join(BARS[int(share * (len(BARS) - 1))] if math.isfinite(share) else " " for share in shares)
+    heights = [(mean - low) / ((high - low) or 1) for mean in means]
+    return "".join(BARS[int(height * (len(BARS) - 1))] if math.isfinite(height) else " " for height in heights)

@@ -19,14 +19,14 @@ import ipaddress
 import os
 import socket
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from lengthen.cli import flags
-from lengthen.cli.generate import OPTIONS, mask_of, opened
+from lengthen.cli.generate import mask_of, opened
 from lengthen.cli.progress import amount
 
 if TYPE_CHECKING:
@@ -50,9 +50,7 @@ class Arguments:
     max_waiting: int = 256  # prompts that may wait; more are refused
     max_body: int = 1 << 20  # largest request, in bytes
     cache: Literal["full", "window", "reach"] = "full"  # which keys and values are kept
-    mode: Literal["exact", "certified"] = (
-        "exact"  # of reach: far keys go to host memory, or are dropped with an error bound
-    )
+    mode: Literal["exact", "certified"] = "exact"  # of reach: far keys go to host memory, or are dropped with a bound
     tolerance: float | None = None  # softmax mass of a row that may stay unread; none: half a unit in the last place
     window: int | None = None  # sliding window: tokens that each token sees, itself included; none: all
     block: int | None = None  # blockwise causal attention with blocks of this many tokens
@@ -65,8 +63,7 @@ class Arguments:
 
 def parse(words: list[str]) -> Arguments:
     """Return the words, options of the position method among them."""
-    options, rest = flags.take(words, OPTIONS)
-    return replace(flags.parse(Arguments, rest, "serve", __doc__ or ""), positions=options)
+    return flags.parse_with_positions(Arguments, words, "serve", __doc__ or "")
 
 
 def run(arguments: Arguments) -> int:

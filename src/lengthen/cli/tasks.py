@@ -76,7 +76,7 @@ def describe(subject: Subject, corpus: Corpus, results: list[TaskResult]) -> Ite
     for task, how in dict.fromkeys((one.task, one.protocol) for one in results):
         rows = [one for one in results if (one.task, one.protocol) == (task, how)]
         under = "" if how == "nonoverlapping" else f", {how} {rows[0].block:,}"
-        asked = f"{rows[0].samples:,} samples a length, chance {percent(rows[0].chance)}"
+        asked = f"{rows[0].samples:,} samples per length, chance {percent(rows[0].chance)}"
         yield f"\n{task}: {TASKS[task].about}{under}; {asked}"
         deep = rows[0].depths != [None]
         depths = [f"depth {depth:g}" for depth in rows[0].depths if depth is not None]

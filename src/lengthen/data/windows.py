@@ -78,20 +78,11 @@ class Windows:
         self.per_epoch = (len(tokens) - self._offsets) // length
         self._shuffled: dict[int, Ints] = {}
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """The steps that it takes to use every window of the first epoch; the last may run on into the second."""
-        return -(-self.per_epoch // self.rows)
-
     def __len__(self) -> int:
-        return self.steps_per_epoch
+        return -(-self.per_epoch // self.rows)  # the last step may run on into the second epoch
 
     def __iter__(self) -> Iterator[Batch]:
         return map(self.batch, range(len(self)))
-
-    def epoch(self, step: int) -> int:
-        """Return the epoch, from 0, of the first window of this step."""
-        return whole_number("step", step, at_least=0) * self.rows // self.per_epoch
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
         """Return this rank's rows of the batch of this step."""
@@ -101,8 +92,8 @@ class Windows:
             raise ValueError(f"rank: expected 0 … {world - 1}, got {rank}")
         if self.rows % world:
             raise ValueError(f"world: expected a divisor of the batch of {self.rows} windows, got {world}")
-        share = self.rows // world
-        starts = [self.start(step, row) for row in range(rank * share, (rank + 1) * share)]
+        rows = self.rows // world
+        starts = [self.start(step, row) for row in range(rank * rows, (rank + 1) * rows)]
         both = np.stack([self.tokens.read(start, start + self.length + 1) for start in starts])
         ids, targets = both[:, :-1], both[:, 1:].copy()
         begins = None

@@ -28,8 +28,8 @@ from lengthen.attention import Causal, Mask
 from lengthen.attention.biases import Bias, Decay
 from lengthen.attention.problem import pose
 from lengthen.model import Transformer
+from lengthen.model.block import AttentionOp
 from lengthen.model.score import evaluating
-from lengthen.model.transformer import AttentionOp
 
 CHUNK_SCORES = 1 << 22  # scores held at once, over sequences and heads: 16 MB in float32
 CHUNK_ROWS = 256  # queries in a chunk at most

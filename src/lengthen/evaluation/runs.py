@@ -22,7 +22,7 @@ from lengthen.evaluation.protocols import Protocol
 from lengthen.evaluation.results import Measured, Result
 from lengthen.model import Transformer, load
 from lengthen.model.loss import perplexity
-from lengthen.model.score import device_of, precision_named, precision_of
+from lengthen.model.score import device_name, device_of, precision_named, precision_of
 from lengthen.training import checkpoint as checkpoints
 from lengthen.training.batches import scoring
 from lengthen.training.checkpoint import Checkpoint
@@ -157,7 +157,7 @@ def refuse_other_tokens(subject: Subject, corpus: Corpus) -> None:
 
 
 def _result(measured: Measured, subject: Subject, corpus: Corpus, tally: Tally, text: Tokens, unigram: float) -> Result:
-    config, device = subject.model.config, device_of(subject.model)
+    config = subject.model.config
     return Result(
         **vars(measured),
         positions=config.positions,
@@ -177,6 +177,6 @@ def _result(measured: Measured, subject: Subject, corpus: Corpus, tally: Tally, 
         tokens_per_second=tally.tokens / max(tally.seconds, 1e-9),
         seconds=tally.seconds,
         peak_bytes=tally.peak,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        device=device_name(device_of(subject.model)),
         version=__version__,
     )

@@ -119,6 +119,19 @@ def change_between(one: Point, reference: Point) -> Difference:
     return Difference(one.loss - reference.loss, None)
 
 
+def changes(results: Sequence[Result]) -> dict[str, str]:
+    """Return how much each perplexity differs from that at the training length, paired, by the result's key.
+
+    That one itself has no entry.
+    """
+    found: dict[str, str] = {}
+    for group in grouped(results).values():
+        if judged := judge(group, group[0].train_length):
+            others = (one for one in group if one is not judged.reference)
+            found |= {one.key: str(change_between(one, judged.reference)) for one in others}
+    return found
+
+
 def verdicts(results: Sequence[Result]) -> dict[str, Verdict[Result]]:
     """Return the verdict under each protocol."""
     judged = {name: judge(group, group[0].train_length) for name, group in grouped(results).items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lengthen import __version__
 from lengthen.evaluation import Protocol, Result, Subject, verdicts
-from lengthen.evaluation.verdict import change_between, grouped, judge
+from lengthen.evaluation.verdict import changes
 from lengthen.interop.architecture import Architecture
 from lengthen.interop.own import Own
 
@@ -38,11 +38,7 @@ def _measured(found: list[Result]) -> list[str]:
         here = sorted(
             (one for one in found if (one.data, one.split) == key), key=lambda one: (one.protocol, one.length)
         )
-        changes: dict[str, str] = {}
-        for group in grouped(here).values():
-            if judged := judge(group, group[0].train_length):
-                others = [one for one in group if one is not judged.reference]
-                changes |= {one.key: str(change_between(one, judged.reference)) for one in others}
+        change = changes(here)
         rows = [
             "| tokens at once | × trained | protocol | perplexity | change | bits/byte |",
             "|---|---|---|---|---|---|",
@@ -51,7 +47,7 @@ def _measured(found: list[Result]) -> list[str]:
             how = Protocol(one.protocol, one.length, one.stride, one.block, one.per_document)
             rows.append(
                 f"| {one.length:,} | {one.length / one.train_length:g} | {how} | {one.perplexity:.3f} | "
-                f"{changes.get(one.key, '')} | {one.bits_per_byte:.4f} |"
+                f"{change.get(one.key, '')} | {one.bits_per_byte:.4f} |"
             )
         text = f"Text {here[0].data}, split `{here[0].split}`: the same {here[0].tokens:,} tokens at every length"
         parts += [f"{text}, read in {here[0].precision}.", "\n".join(rows)]

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from lengthen import io
 from lengthen.attention.cache import Cache
 from lengthen.config import ModelConfig
+from lengthen.interop.accelerate.padding import key_end, key_start, real_keys
 from lengthen.model import IGNORED, Transformer
 
 USUAL = {"vocab_size": 258, "layers": 2, "width": 64, "heads": 4, "train_length": 64}  # of a config without a model
@@ -126,16 +127,11 @@ class LengthenForCausalLM(PreTrainedModel, GenerationMixin):
 
 def _padding(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Return the first real token of each sequence and the one after its last, or None where all begin or end alike."""
-    if mask is None or bool(mask.all()):
+    real = real_keys(mask)
+    if real is None:
         return None, None
-    if mask.dim() != 2:
-        raise ValueError(f"attention_mask: expected [batch, length], got {list(mask.shape)}")
-    real = mask.bool()
-    first = real.int().argmax(dim=1)
-    after = mask.shape[1] - real.flip(1).int().argmax(dim=1)
-    if not torch.equal(real.sum(dim=1), after - first):
-        raise ValueError("attention_mask: expected padding before or after a text alone, got some inside it")
-    return first if bool(first.any()) else None, after if bool((after < mask.shape[1]).any()) else None
+    first, after = key_start(real), key_end(real)
+    return first if bool(first.any()) else None, after if bool((after < real.shape[1]).any()) else None
 
 
 def _refuse_other_positions(given: Tensor | None, ids: Tensor, mask: Tensor | None, start: Tensor | None) -> None:

@@ -26,7 +26,6 @@ from lengthen.config import ModelConfig
 from lengthen.interop.asked import REQUIRED, Asked
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
-OF_A_SCALING = ("factor", "original_length", "beta_fast", "beta_slow", "attention_factor")
 
 
 def read(asked: Asked, head_dim: int, longest: int, partial: float | None, over: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 IGNORED = -100  # a target that is not scored, as in torch
 CHUNK_BYTES = 1 << 25  # of one chunk's logits on a CPU: few fit its cache better
-CHUNK_SHARE = 16  # on a GPU a chunk may take this part of its memory: few large products are the fastest
+CHUNK_FRACTION = 16  # on a GPU a chunk may take 1/16 of its memory: few large products are the fastest
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,9 +70,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_total: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        if (
-            torch.is_grad_enabled()
-        ):  # create_graph=True: what was computed in the forward pass would pass for a constant
+        if torch.is_grad_enabled():  # create_graph=True: what the forward pass computed would pass for a constant
             raise RuntimeError("linear_cross_entropy: expected a first derivative, got create_graph=True")
         d_hidden, d_weight = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
@@ -86,7 +84,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _chunk_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return CHUNK_BYTES
-    return int(torch.cuda.get_device_properties(device).total_memory) // CHUNK_SHARE
+    return int(torch.cuda.get_device_properties(device).total_memory) // CHUNK_FRACTION
 
 
 def _score_only(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

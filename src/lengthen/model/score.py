@@ -216,3 +216,8 @@ def device_of(model: Model) -> torch.device:
     """Return where a model's parameters are; a function without any is on the CPU."""
     parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
     return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
+
+def device_name(device: torch.device) -> str:
+    """Return what results call a device: the GPU's name, or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

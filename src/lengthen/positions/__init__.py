@@ -1,4 +1,9 @@
-"""Where position enters a transformer: one small module a method, by name or composed."""
+"""Where position enters a transformer: one small module per method, by name or composed.
+
+method.py      the four places that a method may act in
+registry.py    methods by name; compose.py: several as one
+rotation.py    what rotary and xPos share; fused.py: their rotation as one kernel
+"""
 
 from lengthen.positions.alibi import ALiBi
 from lengthen.positions.compose import compose

@@ -82,7 +82,7 @@ def standard_slopes(heads: int) -> tuple[float, ...]:
 
 
 def own_slopes(slopes: Sequence[float] | Tensor, heads: int) -> tuple[float, ...]:
-    """Return slopes of one's own as Python numbers: one a head, each above 0."""
+    """Return given slopes as Python numbers: one per head, each above 0."""
     listed: object = slopes.tolist() if isinstance(slopes, Tensor) else slopes
     if not isinstance(listed, list | tuple):
         raise TypeError(f"alibi.slopes: expected a list or tensor of {heads} numbers, got {describe(slopes)}")

@@ -50,14 +50,14 @@ class Kerple(PositionMethod):
         alike. Keys ahead have those of the heads in reverse, so that one that looks far on one side looks near on the
         other.
         """
-        share = torch.arange(self.heads, 0, -1, dtype=torch.float64, device=self.raw_r1.device) / self.heads
+        s = torch.arange(self.heads, 0, -1, dtype=torch.float64, device=self.raw_r1.device) / self.heads
         with torch.no_grad():
             if self.kind == "log":
-                self.raw_r1.copy_((2 * share).log())
-                self.raw_r2.copy_(share.log())
+                self.raw_r1.copy_((2 * s).log())
+                self.raw_r2.copy_(s.log())
             else:
-                self.raw_r1.copy_(share.log())
-                self.raw_r2.copy_((share / 2).logit())
+                self.raw_r1.copy_(s.log())
+                self.raw_r2.copy_((s / 2).logit())
             if self.ahead_r1 is not None and self.ahead_r2 is not None:
                 self.ahead_r1.copy_(self.raw_r1.flip(0))
                 self.ahead_r2.copy_(self.raw_r2.flip(0))

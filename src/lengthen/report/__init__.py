@@ -4,6 +4,13 @@
                                 ├──▶ write_csv       every number, as it was measured
                                 └──▶ write_figures   SVG, PDF and PNG, from the charts of the page
 
+    collect.py    folders → Report: runs, curves, labels, how far each holds
+    analyses.py   the files of analysis/, as rows with one number each; tasks.py: tasks.jsonl
+    charts.py     Report → the figures, each described once; lines.py: one chart of curves
+    sections.py   Report → the page's body; words.py has its text
+    page.py       the file: assets/ put together with Vega, and a content security policy that lets nothing load
+    tables.py     Report → CSV
+
 `lengthen.report.papers` has the tables of the papers that the page can lay over its own curves. Charts need the extra
 `report` (Altair and vl-convert); reading runs and writing CSV do not.
 """

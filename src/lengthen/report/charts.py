@@ -18,10 +18,11 @@ try:
 except ImportError:
     raise ImportError("charts need altair and vl-convert: pip install altair vl-convert-python") from None
 
+from lengthen.evaluation.tasks.results import binomial_error
 from lengthen.report import papers
 from lengthen.report.collect import Report, Run, finite
 from lengthen.report.lines import COLOURS, Row, lines, row
-from lengthen.report.tasks import error, newest
+from lengthen.report.tasks import newest
 
 FORMATS = ("svg", "pdf", "png")
 WIDTH = 430  # pixels of a plot in a paper
@@ -210,7 +211,7 @@ def _asked(report: Report, tints: dict[str, int], task: str) -> list[Row]:
     for run in report.runs:
         for one in newest([one for one in run.tasks if one.task == task]):
             right, count = sum(one.right), sum(one.counts)
-            value, bar = right / count, error(right, count)
+            value, bar = right / count, binomial_error(right / count, count)
             tip = {"length": f"{one.length:,}", "fraction right": shown(value), "standard error": shown(bar)}
             tip |= {"chance": shown(one.chance), "samples": f"{count:,}", "checkpoint": one.checkpoint or "n.a."}
             label = " · ".join(filter(None, (run.label, one.how(run.model))))

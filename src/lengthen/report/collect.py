@@ -27,7 +27,7 @@ from lengthen.evaluation.verdict import Verdict, change_between, judge
 from lengthen.io import Table, read_lines, read_toml
 from lengthen.model.loss import perplexity
 from lengthen.report.analyses import KINDS, Analysis, known, read_analysis
-from lengthen.report.tasks import Asked, read_tasks
+from lengthen.report.tasks import Asked, changed_options, read_tasks
 from lengthen.report.words import PROTOCOLS
 
 
@@ -76,12 +76,6 @@ class Measurement:
         """What two measurements of one curve have in common."""
         options = tuple(sorted((name, str(value)) for name, value in self.position_options.items()))
         return (self.data, self.split, self.protocol, self.how, options, self.precision, self.document_mask)
-
-    def changed(self, model: Table) -> str:
-        """Return the options of the position method that are not those it was trained with."""
-        trained = model.get("position_options") or {}
-        changes = {name: value for name, value in self.position_options.items() if trained.get(name) != value}
-        return ", ".join(f"{name} {value}" for name, value in changes.items())
 
     @property
     def how(self) -> str:
@@ -259,7 +253,8 @@ def _curves(run: Run, several: bool) -> Iterator[Curve]:
         last = max(reversed(group), key=lambda one: (one.weights in run.weights, one.step or 0))
         newest = [one for one in group if (one.checkpoint, one.weights) == (last.checkpoint, last.weights)]
         records = sorted(newest, key=lambda one: one.length)
-        words = [run.label, *([last.changed(run.model)] if last.changed(run.model) else [])]
+        changed = ", ".join(changed_options(last.position_options, run.model))
+        words = [run.label, *([changed] if changed else [])]
         words += [last.how] if last.how != "nonoverlapping" else []
         words += [f"{last.split} of {str(last.data)[:8]}"] if several else []
         yield Curve(run, " · ".join(words), records)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lengthen.checks import whole_number
+from lengthen.evaluation.tasks.results import binomial_error
 from lengthen.io import Table, read_lines
 from lengthen.report.analyses import known
 
@@ -52,9 +52,7 @@ class Asked:
 
     def how(self, model: Table) -> str:
         """Return how it was read, where that is not as trained: under a mask, with other options of the method."""
-        trained = model.get("position_options") or {}
-        changes = {name: value for name, value in self.position_options.items() if trained.get(name) != value}
-        words = [f"{name} {value}" for name, value in changes.items()]
+        words = changed_options(self.position_options, model)
         return ", ".join([*words, f"{self.protocol} {self.block:,}"] if self.block else words)
 
     def rows(self) -> Iterator[Table]:
@@ -66,14 +64,15 @@ class Asked:
         every = [(None, sum(self.right), sum(self.counts)), *zip(self.depths, self.right, self.counts, strict=True)]
         for place, (depth, right, count) in enumerate(every):
             if place == 0 or depth is not None:
-                found = {"accuracy": right / count, "standard_error": error(right, count)}
+                found = {"accuracy": right / count, "standard_error": binomial_error(right / count, count)}
                 tokens = {"token_accuracy": None if place else self.token_accuracy}
                 yield {**about, "depth": depth, "samples": count, "right": right, **found, **tokens, **told}
 
 
-def error(right: int, count: int) -> float:
-    """Return the binomial standard error of a fraction."""
-    return math.sqrt(right / count * (1 - right / count) / count)
+def changed_options(options: Table, model: Table) -> list[str]:
+    """Return the options of the position method that are not those it was trained with, in words."""
+    trained = model.get("position_options") or {}
+    return [f"{name} {value}" for name, value in options.items() if trained.get(name) != value]
 
 
 def read_tasks(path: Path) -> list[Asked]:

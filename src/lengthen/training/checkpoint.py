@@ -1,4 +1,4 @@
-"""Checkpoints: a folder a step, whole or not there at all. Nothing in it is pickled.
+"""Checkpoints: a folder per step, whole or not there at all. Nothing in it is pickled.
 
     checkpoints/step-00000500/
         model.safetensors       the weights and the model's config: all that is needed to use the model

@@ -17,13 +17,8 @@ from lengthen.training import checkpoint as checkpoints
 from lengthen.training.checkpoint import Checkpoint, Init, put
 
 METHOD = "method."  # what a position method learns stands below this name
-FREE = (
-    "train_length",
-    "positions",
-    "position_options",
-    "dropout",
-    "activation_dropout",
-)  # in what a model may differ from the one before
+# In what a model may differ from the one before.
+FREE = ("train_length", "positions", "position_options", "dropout", "activation_dropout")
 
 
 def identified(path: Path) -> Init:

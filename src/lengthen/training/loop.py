@@ -24,7 +24,7 @@ from lengthen.config import Config
 from lengthen.data import Corpus
 from lengthen.model import IGNORED, Transformer
 from lengthen.model.loss import perplexity
-from lengthen.model.score import autocast, precision_named
+from lengthen.model.score import autocast, device_name, precision_named
 from lengthen.training import checkpoint as checkpoints
 from lengthen.training import initial
 from lengthen.training.batches import Batches, Work, scoring
@@ -106,9 +106,7 @@ class _Run:
     ) -> None:
         self.config, self.corpus, self.out, self.here, self.stop = config, corpus, out, here, stop
         self.folder, self.watchers = out / "checkpoints", watchers
-        self.late = (
-            here.device.type != "cpu"
-        )  # losses are read some steps late, so that the GPU's queue never runs empty
+        self.late = here.device.type != "cpu"  # losses are read some steps late, so that a GPU's queue never runs empty
         self._refuse_what_does_not_fit()
         self.resumed, passed = chosen(self.folder, resume, here)
         for problem in passed:
@@ -340,12 +338,11 @@ class _Run:
 
     def _start(self) -> Start:
         read = self.config.train.steps * self.config.train.batch * self.config.model.train_length
-        on_gpu = self.here.device.type == "cuda"
         return Start(
             config=self.config,
             out=self.out,
             first=self.step,
-            device=torch.cuda.get_device_name(self.here.device) if on_gpu else "cpu",
+            device=device_name(self.here.device),
             processes=self.here.size,
             parameters=self.config.model.parameters,
             train_tokens=len(self.corpus["train"]),

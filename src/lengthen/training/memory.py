@@ -1,6 +1,6 @@
 """How much memory a run needs at least, from its config alone, so that one that cannot fit is refused before it begins.
 
-    weights, gradients and AdamW's two moments, in float32            16 bytes a parameter
+    weights, gradients and AdamW's two moments, in float32            16 bytes per parameter
     what the backward pass needs of the forward, a token and layer    inputs of norms, matrices and activations
     ids and targets of a step                                         16 bytes per token
 

@@ -64,11 +64,6 @@ class World:
             dist.all_reduce(values)
         return values
 
-    def wait(self) -> None:
-        """Return once every process has come here."""
-        if self.size > 1:
-            dist.barrier()
-
     def agree(self, problem: BaseException | None) -> None:
         """Raise on every process if any has a problem, so that none waits for one that has stopped."""
         failed = self.sum(torch.tensor(float(problem is not None), device=self.device))

@@ -142,7 +142,7 @@ def test_the_command(
     )
     said = capsys.readouterr().out
     assert said.count("passkey: a number that stands once in the text") == 2
-    assert "passkey: a number that stands once in the text, window 64; 4 samples a length, chance 1e-03 %" in said
+    assert "passkey: a number that stands once in the text, window 64; 4 samples per length, chance 1e-03 %" in said
     assert "length    accuracy           ±      tokens     depth 0     depth 1" in said
     assert len(results.read(Path(run))) == 8
     assert main([*words, "--task", "frequent_words"]) == 0

@@ -3,8 +3,8 @@
 `lengthen.reach` proves, for each query, how many keys back may matter at all: what stands further weighs less than half
 a unit in the last place together (`docs/reach.md`). With D_i that number for the query at i (never above i + 1),
 
-    reach  =  mean of D_i over queries                    keys read by a query
-    fraction  =  Σ D_i / Σ (i + 1)                           of the causal half of the score matrix
+    reach     =  mean of D_i over queries                 keys read by a query
+    fraction  =  Σ D_i / Σ (i + 1)                        of the causal half of the score matrix
 
 A method without a bias has no such bound: every key may matter, whatever its distance. So may it with a bias that does
 not fall; then the reach is all that a query sees.

@@ -16,8 +16,8 @@ p = e^s / Σe^s
 so a model that tells nothing apart (s constant) has R = 0 by the first and 1/(N+1)² by the second. For the
 second, append −∞ to s. R does not change when a number is added to all of s, and is at most 1.
 
-The mean at a distance is over fewer pairs the farther it is; at length − 1 there is one a text and head. What is random
-in s raises R a little (the squares above), so several texts are better than one.
+The mean at a distance is over fewer pairs the farther it is; at length − 1 there is one per text and head. Noise in s
+raises R a little (the squares above), so several texts are better than one.
 """
 
 from __future__ import annotations

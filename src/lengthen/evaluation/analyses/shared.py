@@ -13,7 +13,7 @@ from lengthen import __version__
 from lengthen.data import Corpus, Tokens
 from lengthen.evaluation.capture import refuse_encoder
 from lengthen.evaluation.runs import Subject
-from lengthen.model.score import device_of, precision_of
+from lengthen.model.score import device_name, device_of, precision_of
 
 TOKENS = 16_384  # of the text that are read, by default
 BATCH_TOKENS = 1 << 13  # in one pass
@@ -49,7 +49,7 @@ class Lengths:
 def header(kind: str, subject: Subject, corpus: Corpus, precision: torch.dtype = torch.float32) -> Row:
     """Return what every file says of the model, the data and the computation; float32 is the weights' own precision."""
     refuse_encoder(subject.model)
-    config, device = subject.model.config, device_of(subject.model)
+    config = subject.model.config
     return {
         "kind": kind,
         "positions": config.positions,
@@ -58,7 +58,7 @@ def header(kind: str, subject: Subject, corpus: Corpus, precision: torch.dtype =
         "weights": subject.weights,
         "data": corpus.fingerprint,
         "precision": precision_of(subject.model, precision),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": device_name(device_of(subject.model)),
         "version": __version__,
     }
 

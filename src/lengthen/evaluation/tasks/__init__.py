@@ -12,7 +12,7 @@
     right = answered(model, samples)                       any model with logits
     found = evaluate(open_run("runs/tiny"), corpus, ["passkey"], [256, 1024])
 
-One file a task. sample.py has what they share, runner.py scores, results.py keeps, training.py writes documents of a
+One file per task. sample.py has what they share, runner.py scores, results.py keeps, training.py writes documents of a
 task for a model to learn it from.
 """
 

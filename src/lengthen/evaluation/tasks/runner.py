@@ -25,7 +25,7 @@ from lengthen.evaluation.tasks import results
 from lengthen.evaluation.tasks.registry import TASKS
 from lengthen.evaluation.tasks.results import Asked, TaskResult
 from lengthen.evaluation.tasks.sample import Haystack, Sample
-from lengthen.model.score import BATCH_TOKENS, Model, device_of, logits_at, precision_named, precision_of
+from lengthen.model.score import BATCH_TOKENS, Model, device_name, device_of, logits_at, precision_named, precision_of
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SAMPLES = 100
@@ -138,7 +138,7 @@ def _result(
     dtype: torch.dtype,
     tell: Tell,
 ) -> TaskResult:
-    config, device = subject.model.config, device_of(subject.model)
+    config = subject.model.config
     total, began = sum(len(one.ids) for one in samples), time.perf_counter()
     right = answered(subject.model, samples, how.mask, dtype, lambda done: tell(asked.task, asked.length, done, total))
     seconds = time.perf_counter() - began
@@ -156,6 +156,6 @@ def _result(
         chance=sum(one.chance for one in samples) / len(samples),
         tokens_per_second=total / max(seconds, 1e-9),
         seconds=seconds,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        device=device_name(device_of(subject.model)),
         version=__version__,
     )

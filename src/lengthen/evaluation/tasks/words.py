@@ -19,8 +19,8 @@ def word_list(
     The answer is the first three words, in this order or in that of the alphabet. The few tokens that the list leaves
     of the length are filled with text before it.
     """
-    source, pool = draws.words(), [""]
-    pool[:] = [next(source) for _ in range(ASKED)]
+    source = draws.words()
+    pool = [next(source) for _ in range(ASKED)]
     asked, answer = text.border(question, " " + " ".join(pool if ordered else sorted(pool)))
     frame = (text.start, text.encode("\nWords:"), asked, answer)
 

@@ -7,8 +7,7 @@ three modules ignore a registered attention function, and the mask that comes wi
 count key positions from the first key that is not padding; only differences matter, so `.padded` says the same.
 
     BLOOM    m_h: the paper's slopes
-    MPT      m_h = 2^(−alibi_bias_max·h/P), P the next power of two; for other head counts in the order [1::2] + [::2].
-             Transformers has 8 for every alibi_bias_max, and fails beyond max_seq_len keys.
+    MPT      m_h of interop/mpt.py; transformers has 8 for every alibi_bias_max, and fails beyond max_seq_len keys
     Falcon   m_h: the paper's / √head_dim (in transformers rounded to bfloat16, in any dtype)
 """
 
@@ -27,6 +26,7 @@ from transformers.models.mpt import modeling_mpt
 from lengthen.attention import Causal, Linear, alibi_slopes, attention
 from lengthen.interop.accelerate.padding import key_start, real_keys
 from lengthen.interop.accelerate.swap import Swapped, configs_of, mind_dropout, refuse_weights, swap, tell
+from lengthen.interop.mpt import mpt_slopes
 
 # A name for masks alone: transformers knows no attention of it, so it refuses to build a new model that names it.
 NAME = "lengthen_in_place"
@@ -138,12 +138,8 @@ class MptOpAttention(AlibiAttention, modeling_mpt.MptAttention):  # type: ignore
         """Return those of `alibi_bias_max`, in MPT's order."""
         if not config.attn_config.alibi:
             raise ValueError("attn_config.alibi: expected True, got False")
-        heads, most = module.n_heads, config.attn_config.alibi_bias_max
-        whole = 1 << (heads - 1).bit_length()
-        found = [2.0 ** (-most * h / whole) for h in range(1, whole + 1)]
-        if whole != heads:
-            found = (found[1::2] + found[::2])[:heads]
-        return torch.tensor(found, dtype=torch.float32)
+        slopes = mpt_slopes(module.n_heads, config.attn_config.alibi_bias_max)
+        return torch.tensor(slopes, dtype=torch.float32)
 
     def forward(
         self,

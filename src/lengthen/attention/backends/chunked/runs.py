@@ -8,7 +8,7 @@ Blocks are the batch of the call, and windows are views that overlap in memory, 
 the windows move with their blocks, as a band needs; with step = 0 all blocks read the same keys.
 
 Inside a call rows stand in reverse order. Distance is then a function of row + column, so the bias of all blocks is one
-vector a head, seen through strides (1, 1): nothing of the size of the scores is built for it.
+vector per head, seen through strides (1, 1): nothing of the size of the scores is built for it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,10 @@ decay.py       queries and keys with a decay in them
 ball.py        a ball around the keys, for reach
 tile.py        what the kernels share
 shapes.py      block shapes
+kernel.py      compiles a kernel and launches it
 launch.py      from a problem to launches
+
+Kernels are longer than functions elsewhere: a helper must be handed what they hold, and hand it back, value by value.
 
 Nothing here needs Triton to be imported; calling the kernels does.
 """

@@ -9,6 +9,8 @@ of the slope, or of an extended table's last value. `farthest` notes how far any
 block of keys and goes over the blocks of queries that read them, of all heads that share them. Weights are computed
 again in each, so neither uses an atomic, and two runs are equal to the bit.
 
+All three stand in one file, since they take the same arguments and two of them read what the first one writes.
+
 Tiles in which all queries see all keys have no mask. Of the others, a pair that is hidden has a p and ds of 0; and as
 0·NaN is NaN, what it is multiplied with is made finite too, where padding or other documents may be hidden (EDGED).
 """

@@ -14,7 +14,8 @@ m_i is the highest score at the diagonal, and stays: nothing is searched for or 
 rounded alike whatever else is read. float16 cannot hold weights far above 1: there, and with keys ahead of the query,
 m_i is the running maximum, rounded up to a whole number.
 
-repair.py then does again the blocks that could not be trusted.
+repair.py then does again the blocks that could not be trusted. The kernel is one long function, since its ways through
+the keys (back alone, both ways, by segments of a decay) share the softmax above.
 """
 
 from __future__ import annotations

@@ -155,8 +155,9 @@ class Call:
     def _mask(self) -> Mask:
         problem, nothing, queries = self.problem, self.nothing, self.sizes.queries
         first, last, listed, stride, starts, moving, q_start = nothing, nothing, 0, 0, nothing, 0, problem.q_start
-        shift, block = formula = problem.mask.formula() or (0, 1)
-        if formula == (0, 1) and problem.mask.formula() is None:
+        formula = problem.mask.formula()
+        shift, block = formula or (0, 1)
+        if formula is None:
             lists = problem.mask.listed(queries, self.sizes.keys, problem.q_start, self.q.device)
             first, last, listed = self._kept(lists.first), self._kept(lists.last), 1
             stride = queries if lists.first.shape[0] > 1 else 0
