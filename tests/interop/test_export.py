@@ -252,6 +252,29 @@ def test_a_folder_of_theirs_comes_out_as_it_went_in(tmp_path: Path, name: str) -
         torch.testing.assert_close(again(ids).logits, theirs(ids).logits, rtol=0, atol=1e-5 if name == "GPT2" else 0)
 
 
+def test_what_a_folder_of_theirs_says_of_its_tokens_stays(tmp_path: Path) -> None:
+    """Where a text ends, how tokens are drawn, and how a chat is written."""
+    ids = {"bos_token_id": 3, "eos_token_id": [4, 5], "pad_token_id": 6}
+    folder = saved(make("Llama"), tmp_path / "in", **ids)
+    files = {
+        "generation_config.json": json.dumps({**ids, "temperature": 0.6}),
+        "tokenizer_config.json": json.dumps({"eos_token": "<|end|>"}),
+        "chat_template.jinja": "{{ messages }}",
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    byte_tokenizer.write(folder / "tokenizer.json")
+    out = export(open_model(folder), tmp_path / "out").folder
+    assert {name: json.loads((out / "config.json").read_text())[name] for name in ids} == ids
+    assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.6
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [4, 5]
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (out / name).read_bytes() == (folder / name).read_bytes()
+    (folder / "generation_config.json").unlink()
+    again = export(open_model(folder), tmp_path / "again").folder
+    assert json.loads((again / "generation_config.json").read_text()) == ids
+
+
 def test_bytes_as_a_tokenizer_json(tmp_path: Path) -> None:
     byte_tokenizer.write(tmp_path / "tokenizer.json")
     ours, theirs = Tokenizer(), Tokenizer(tmp_path / "tokenizer.json", "json")
