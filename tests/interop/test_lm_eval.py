@@ -157,6 +157,13 @@ def test_the_harness_own_model_of_the_exported_folder_says_the_same(run: Path, c
     assert len({lm.generate_until(ask("generate_until", asked))[0] for lm in (ours, theirs)}) == 1
 
 
+def test_the_harness_own_models_are_known_too() -> None:
+    """In a process of its own: here other tests may have loaded them."""
+    code = "import lengthen.interop.lm_eval; from lm_eval.api.registry import get_model; print(get_model('dummy'))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "DummyLM" in ended.stdout, ended.stderr
+
+
 def test_sampling_has_a_seed_of_its_own_for_each_request(run: Path) -> None:
     lm = LengthenLM(str(run), device="cpu")
     how = {"do_sample": True, "temperature": 2.0, "max_gen_toks": 20}

@@ -28,6 +28,7 @@ from lengthen.model.score import BATCH_TOKENS, logits_at, losses, precision_name
 from lengthen.training.parallel import pick_device
 
 try:
+    import lm_eval.models  # noqa: F401 (the harness registers its own only as long as it knows no other)
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
