@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from theirs import SIZES, VOCABULARY, configured, make, saved
 
 import lengthen
@@ -270,6 +271,20 @@ def test_a_dtype_is_kept_or_given(tmp_path: Path) -> None:
     folder = saved(make("Bloom").bfloat16(), tmp_path)
     assert lengthen.load(folder).embedding.weight.dtype == torch.bfloat16
     assert lengthen.load(folder, dtype=torch.float32).embedding.weight.dtype == torch.float32
+
+
+def test_files_of_several_dtypes_are_read_in_the_widest(tmp_path: Path) -> None:
+    theirs, ids = make("Llama"), torch.randint(VOCABULARY, (1, 9))
+
+    def some(tensors: dict[str, Any]) -> None:
+        for name in tensors:
+            if "norm" not in name:
+                tensors[name] = tensors[name].to(torch.float16 if "k_proj" in name else torch.bfloat16)
+
+    ours = lengthen.load(change(saved(theirs, tmp_path), some))
+    assert {weight.dtype for weight in ours.parameters()} == {torch.float32}
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(ids).logits
+    torch.testing.assert_close(ours(ids), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_paths_that_are_nothing(tmp_path: Path) -> None:
