@@ -173,6 +173,8 @@ def test_what_our_classes_do_not_do() -> None:
     right = torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])
     torch.testing.assert_close(model(ids, attention_mask=right).logits[1, :4], model(ids[1:, :4]).logits[0])
     assert model(ids, logits_to_keep=1).logits.shape == (2, 1, 258)
+    (logits,) = model(ids, return_dict=False)
+    assert torch.equal(logits, model(ids).logits)
 
 
 def test_a_run_by_the_verb(tmp_path: Path, capsys: Capture) -> None:

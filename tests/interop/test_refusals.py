@@ -92,6 +92,7 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
         {"layer_types": ["sliding_attention"] * 2, "sliding_window": None},
         r"sliding_window: expected a number with sliding layers \(layer_types\), got None",
     ),
+    ("Llama", {"is_causal": None}, r"config\.json: is_causal: expected True, got None"),
     *((name, {"is_causal": False}, r"config\.json: is_causal: expected True, got False") for name in SIZES),
 ]
 

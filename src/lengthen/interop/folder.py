@@ -40,8 +40,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         kind = table["quantization_config"]
         kind = kind.get("quant_method", kind) if isinstance(kind, Mapping) else kind
         raise ValueError(f"{path}: quantization_config: expected none (weights in floating point), got {kind!r}")
-    if table.get("is_causal") is False:
-        raise ValueError(f"{path}: is_causal: expected True, got False: each token would see those after it")
+    if not table.get("is_causal", True):
+        raise ValueError(
+            f"{path}: is_causal: expected True, got {table['is_causal']}: each token would see those after it"
+        )
     return table
 
 
