@@ -173,6 +173,8 @@ def test_what_our_classes_do_not_do() -> None:
     right = torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])
     torch.testing.assert_close(model(ids, attention_mask=right).logits[1, :4], model(ids[1:, :4]).logits[0])
     assert model(ids, logits_to_keep=1).logits.shape == (2, 1, 258)
+    (logits,) = model(ids, return_dict=False)
+    assert torch.equal(logits, model(ids).logits)
 
 
 def test_a_run_by_the_verb(tmp_path: Path, capsys: Capture) -> None:
@@ -250,6 +252,29 @@ def test_a_folder_of_theirs_comes_out_as_it_went_in(tmp_path: Path, name: str) -
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():  # GPT-2's GELU is written by another name, which computes it in another order
         torch.testing.assert_close(again(ids).logits, theirs(ids).logits, rtol=0, atol=1e-5 if name == "GPT2" else 0)
+
+
+def test_what_a_folder_of_theirs_says_of_its_tokens_stays(tmp_path: Path) -> None:
+    """Where a text ends, how tokens are drawn, and how a chat is written."""
+    ids = {"bos_token_id": 3, "eos_token_id": [4, 5], "pad_token_id": 6}
+    folder = saved(make("Llama"), tmp_path / "in", **ids)
+    files = {
+        "generation_config.json": json.dumps({**ids, "temperature": 0.6}),
+        "tokenizer_config.json": json.dumps({"eos_token": "<|end|>"}),
+        "chat_template.jinja": "{{ messages }}",
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    byte_tokenizer.write(folder / "tokenizer.json")
+    out = export(open_model(folder), tmp_path / "out").folder
+    assert {name: json.loads((out / "config.json").read_text())[name] for name in ids} == ids
+    assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.6
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [4, 5]
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (out / name).read_bytes() == (folder / name).read_bytes()
+    (folder / "generation_config.json").unlink()
+    again = export(open_model(folder), tmp_path / "again").folder
+    assert json.loads((again / "generation_config.json").read_text()) == ids
 
 
 def test_bytes_as_a_tokenizer_json(tmp_path: Path) -> None:

@@ -140,13 +140,19 @@ def test_generate_until(run: Path, model: Transformer, corpus: Corpus) -> None:
         assert text == plain
 
 
-def test_the_harness_own_model_of_the_exported_folder_says_the_same(run: Path, corpus: Corpus, tmp_path: Path) -> None:
+@pytest.mark.parametrize("begin", [None, "<|mask|>"], ids=["", "a token to begin with"])
+def test_the_harness_own_model_of_the_exported_folder_says_the_same(
+    run: Path, corpus: Corpus, tmp_path: Path, begin: str | None
+) -> None:
     pytest.importorskip("accelerate", reason="the harness needs it for models of transformers: pip install accelerate")
     from lm_eval.models.huggingface import HFLM
 
     import lengthen.interop.huggingface  # noqa: F401 (registers the architecture)
 
     folder = export(open_model(run), tmp_path / "out", architecture="lengthen").folder
+    if begin is not None:
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"bos_token": begin}))
     how: dict[str, Any] = {"max_length": 32, "batch_size": 3, "device": "cpu"}
     theirs, ours = HFLM(str(folder), dtype="float32", **how), LengthenLM(str(folder), **how)
     for mine, other in zip(*(lm.loglikelihood(ask("loglikelihood", *PAIRS)) for lm in (ours, theirs)), strict=True):
@@ -155,6 +161,13 @@ def test_the_harness_own_model_of_the_exported_folder_says_the_same(run: Path, c
     assert rolled[0] == pytest.approx(rolled[1], abs=1e-3)
     asked = ("A fox", {"until": ["."], "max_gen_toks": 8, "do_sample": False})
     assert len({lm.generate_until(ask("generate_until", asked))[0] for lm in (ours, theirs)}) == 1
+
+
+def test_the_harness_own_models_are_known_too() -> None:
+    """In a process of its own: here other tests may have loaded them."""
+    code = "import lengthen.interop.lm_eval; from lm_eval.api.registry import get_model; print(get_model('dummy'))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "DummyLM" in ended.stdout, ended.stderr
 
 
 def test_sampling_has_a_seed_of_its_own_for_each_request(run: Path) -> None:

@@ -330,3 +330,24 @@ def test_configs_of_models_that_people_use(parameters: int, table: dict[str, Any
         assert [line.partition(":")[0] for line in lacking] == ["positions.initial_slopes"]
     else:
         assert lacking == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Mistral", {"layer_types": ["full_attention"] * 2}),
+        ("Mistral", {"layer_types": ["sliding_attention"] * 2}),
+        ("Qwen2", {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True}),
+        ("Qwen2", {"layer_types": ["full_attention"] * 2, "use_sliding_window": True, "max_window_layers": 0}),
+        ("Qwen2", {"layer_types": ..., "use_sliding_window": True, "max_window_layers": -1}),
+        ("Qwen2", {"layer_types": ..., "use_sliding_window": True, "max_window_layers": 0, "sliding_window": None}),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_windows_are_those_of_the_file(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
+    """However the layers with a window are named, it is in them that `transformers` has it when it opens the file."""
+    folder = saved(make(name, num_key_value_heads=8), tmp_path, **{"sliding_window": 7, **changes})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.randint(VOCABULARY, (1, 40))
+    compare(lengthen.load(folder)(ids), logits_of(theirs, ids))

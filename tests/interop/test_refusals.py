@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from theirs import VOCABULARY, configured, make, saved
+import transformers
+from theirs import SIZES, VOCABULARY, configured, make, saved
 
 import lengthen
 from lengthen.cli.main import main
@@ -63,6 +64,36 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
     ("Mpt", {"logit_scale": 0.5}, r"logit_scale: expected a key whose meaning is known here"),
     ("Mpt", {"no_bias": False}, r"no_bias: expected True, got False"),
     ("Falcon", {"new_decoder_architecture": True, "parallel_attn": False}, r"parallel_attn: expected true with new"),
+    (
+        "Falcon",
+        {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 3},
+        r"parallel_attn: expected 1 or 2, got 3",
+    ),
+    (
+        "Falcon",
+        {"multi_query": False, "num_kv_heads": 2},
+        r"num_kv_heads: expected 8 without new_decoder_arch.*, got 2",
+    ),
+    ("Bloom", {"pretraining_tp": 2, "slow_but_exact": True}, r"slow_but_exact: expected a key whose meaning is known"),
+    ("GPTNeoX", {"rope_parameters": ..., "rope_theta": 77.0}, r"rope_theta: expected 10000\.0 as rotary_emb_base says"),
+    (
+        "GPTNeoX",
+        {"rope_parameters": ..., "rotary_pct": 0.25, "partial_rotary_factor": 0.5},
+        r"partial_rotary_factor: expected 0\.25 as rotary_pct says, got 0\.5",
+    ),
+    ("Llama", {"rotary_emb_base": 77}, r"rotary_emb_base: expected a key whose meaning is known here"),
+    (
+        "Qwen2",
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5},
+        r"use_sliding_window: expected True with sliding layers \(layer_types\), got False",
+    ),
+    (
+        "Mistral",
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": None},
+        r"sliding_window: expected a number with sliding layers \(layer_types\), got None",
+    ),
+    ("Llama", {"is_causal": None}, r"config\.json: is_causal: expected True, got None"),
+    *((name, {"is_causal": False}, r"config\.json: is_causal: expected True, got False") for name in SIZES),
 ]
 
 
@@ -70,7 +101,7 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
 def test_what_is_not_done_here_is_refused_by_its_key(
     tmp_path: Path, name: str, changes: dict[str, Any], message: str
 ) -> None:
-    more = {"num_key_value_heads": 8} if name == "Qwen2" else {}
+    more = {"num_key_value_heads": 8} if name in ("Mistral", "Qwen2", "Qwen3") else {}
     folder = saved(configured(name, **more), tmp_path, **changes)
     with pytest.raises((TypeError, ValueError), match=message):
         lengthen.load(folder)
@@ -101,6 +132,7 @@ def test_old_configs_mean_the_same(tmp_path: Path) -> None:
     found = lengthen.load(saved(make("Llama"), tmp_path / "a", **old)).config.position_options
     assert found == {"base": 500.0, "scaling": "linear", "factor": 2.0}
     old = {"rope_parameters": ..., "rotary_emb_base": 500, "rotary_pct": 0.5}
+    old |= {"rope_theta": 500, "partial_rotary_factor": 0.5}  # written twice for a time
     found = lengthen.load(saved(make("GPTNeoX"), tmp_path / "b", **old)).config.position_options
     assert found == {"base": 500.0, "rotary_dim": 4}
 
@@ -240,6 +272,20 @@ def test_a_dtype_is_kept_or_given(tmp_path: Path) -> None:
     folder = saved(make("Bloom").bfloat16(), tmp_path)
     assert lengthen.load(folder).embedding.weight.dtype == torch.bfloat16
     assert lengthen.load(folder, dtype=torch.float32).embedding.weight.dtype == torch.float32
+
+
+def test_files_of_several_dtypes_are_read_in_the_widest(tmp_path: Path) -> None:
+    theirs, ids = make("Llama"), torch.randint(VOCABULARY, (1, 9))
+
+    def some(tensors: dict[str, Any]) -> None:
+        for name in tensors:
+            if "norm" not in name:
+                tensors[name] = tensors[name].to(torch.float16 if "k_proj" in name else torch.bfloat16)
+
+    ours = lengthen.load(change(saved(theirs, tmp_path), some))
+    assert {weight.dtype for weight in ours.parameters()} == {torch.float32}
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(ids).logits
+    torch.testing.assert_close(ours(ids), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_paths_that_are_nothing(tmp_path: Path) -> None:

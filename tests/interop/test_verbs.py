@@ -136,6 +136,13 @@ def test_another_architecture_is_evaluated_by_its_own_forward(
     assert "got 'novel'; and transformers itself says: " in capsys.readouterr().err
 
 
+def test_no_length_that_a_learned_table_has(folder: Path, words: Path, tmp_path: Path, capsys: Capture) -> None:
+    place = with_words(saved(make("GPT2", vocab_size=VOCABULARY, n_positions=32), tmp_path / "gpt2"), words)
+    for more in ([], ["--task", "passkey"]):
+        assert main(["eval", str(place), *EVAL, *more]) == 1
+        assert "--lengths: expected one of at most 32 tokens, got 64, 128" in capsys.readouterr().err
+
+
 def test_a_text_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """A run reads a text in a corpus' place too, with its own tokenizer."""
     monkeypatch.chdir(tmp_path)

@@ -10,7 +10,7 @@ from lengthen.cli.progress import show_progress
 from lengthen.config import Config, DataConfig
 from lengthen.data import Corpus, prepare
 from lengthen.evaluation import Subject
-from lengthen.interop.subjects import end_token
+from lengthen.interop.subjects import special_token
 from lengthen.io import read_toml
 
 VOCABULARY = 4096  # of the default corpus with a BPE
@@ -58,7 +58,7 @@ def prepared(subject: Subject, text: Path | None) -> Corpus:
     name = default_folder(DataConfig()).name.removesuffix("-bytes") if text is None else text.stem
     own = f"{sys.prefix if text is None else text.resolve()} {state.tokenizer}"
     folder = Path("data") / f"{name}-{hashlib.sha256(own.encode()).hexdigest()[:8]}"
-    end = None if subject.tokenizer is None else end_token(subject.tokenizer)
+    end = None if subject.tokenizer is None else special_token(subject.tokenizer, "eos_token")
     held_out = None if text is None else 0.0  # all of a text is read; of the standard library, what is held out
     print(f"reading {text or 'the source of Python’s standard library'} as tokens of this model, kept in {folder}")
     with show_progress() as progress:

@@ -93,8 +93,11 @@ def run(arguments: Arguments) -> int:
     if beyond:
         listed = ", ".join(f"{length:,}" for length in beyond)
         print(f"left out: {listed}: the model learned a vector for each position, and has no more of them")
+        lengths = [length for length in lengths if length not in beyond]
+        if not lengths:
+            raise ValueError(f"--lengths: expected one of at most {longest:,} tokens, got {listed}")
     if arguments.task:
-        return tasks.run(arguments, subject, corpus, split, [length for length in lengths if length not in beyond])
+        return tasks.run(arguments, subject, corpus, split, lengths)
     names = arguments.protocol
     chosen = [
         protocol(
@@ -106,7 +109,6 @@ def run(arguments: Arguments) -> int:
             arguments.per_document,
         )
         for length in lengths
-        if length not in beyond
         for name in names
     ]
     with show_progress(unit="tokens") as progress:

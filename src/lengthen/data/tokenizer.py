@@ -57,12 +57,17 @@ class Tokenizer:
 
     def _find(self, key: str, asked: str | None, usual: Iterable[str]) -> int | None:
         """Return the id of the token asked for, or else of the first of the usual names that there is."""
-        ids = [self._inner.token_to_id(name) for name in (usual if asked is None else [asked])]
-        found = next((int(one) for one in ids if one is not None), None)
+        ids = [self.id_of(name) for name in (usual if asked is None else [asked])]
+        found = next((one for one in ids if one is not None), None)
         if asked is not None and found is None:
             known = [token.content for token in self._inner.get_added_tokens_decoder().values()]
             raise ValueError(f"{key}: {self.path} has no token {asked!r}{nearest(asked, known)}")
         return found
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token by its name; None if there is none of it, and among bytes."""
+        found = None if self._inner is None else self._inner.token_to_id(token)
+        return None if found is None else int(found)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, with no special token added; the names of special tokens in it are text."""

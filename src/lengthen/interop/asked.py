@@ -16,8 +16,8 @@ _LISTED = """
     architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
     classifier_dropout decoder_start_token_id diversity_penalty do_sample dtype early_stopping eos_token_id
     finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label initializer_range
-    is_decoder keys_to_ignore_at_inference label2id length_penalty max_length min_length model_type name_or_path
-    no_repeat_ngram_size num_beams num_labels num_return_sequences output_attentions output_hidden_states
+    is_causal is_decoder keys_to_ignore_at_inference label2id length_penalty max_length min_length model_type
+    name_or_path no_repeat_ngram_size num_beams num_labels num_return_sequences output_attentions output_hidden_states
     output_scores pad_token_id prefix problem_type repetition_penalty return_dict return_dict_in_generate
     sep_token_id suppress_tokens task_specific_params temperature tokenizer_class top_k top_p torch_dtype torchscript
     transformers_version typical_p unk_token_id use_cache attention_dropout attn_pdrop hidden_dropout resid_pdrop
@@ -43,12 +43,14 @@ class Asked:
             return default
         first = self.table[given[0]]
         for other in given[1:]:
-            if self.table[other] != first:
-                raise ValueError(
-                    f"{self.where}: {self.prefix}{other}: expected {first!r} as {given[0]} says, "
-                    f"got {self.table[other]!r}"
-                )
+            self.same(other, first, given[0])
         return io.checked(self.where, self.prefix + given[0], first, hint)
+
+    def same(self, name: str, value: Any, first: str) -> None:
+        """Refuse a key that says another value than the first key of that meaning."""
+        self.read.add(name)
+        if self.table.get(name) not in (None, value):
+            raise self.refusal(name, f"{value!r} as {first} says", self.table[name])
 
     def word(self, *names: str, words: Mapping[Any, Any], default: Any = REQUIRED) -> Any:
         """Return what the value of a key stands for; one that stands for nothing here is refused."""

@@ -32,7 +32,7 @@ class Bloom(Architecture):
         "scale_embeddings": False,
     }
     ignored = (
-        *("pretraining_tp", "slow_but_exact", "attention_softmax_in_fp32", "bias_dropout_fusion"),
+        *("pretraining_tp", "attention_softmax_in_fp32", "bias_dropout_fusion"),
         *("masked_softmax_fusion", "offset_alibi", "skip_bias_add", "skip_bias_add_qkv"),
     )
     stem, block = "transformer.", "transformer.h.{}"

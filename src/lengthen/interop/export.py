@@ -38,6 +38,9 @@ from lengthen.interop.subjects import tokenizer_of
 from lengthen.model import Transformer
 from lengthen.model.weights import FILE, write_tensors
 
+GENERATION = "generation_config.json"
+TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # beside tokenizer.json
+
 
 @dataclass(frozen=True)
 class Exported:
@@ -68,7 +71,7 @@ def export(
     chosen, reasons = choose(subject.model.config, architecture)
     tokenizer = tokenizer_of(subject, data)
     with _folder(target) as partial:
-        _write_model(subject.model, chosen, tokenizer, partial)
+        _write_model(subject.model, chosen, partial, *_endings(subject.checkpoint.path, tokenizer))
         notes = _write_tokenizer(tokenizer, subject, partial)
         known = [one for one in results.read(subject.folder).values() if one.weights == subject.weights]
         io.write_text(partial / "README.md", card(subject, chosen, known, target.name))
@@ -117,7 +120,19 @@ def unscaled_state(model: Transformer) -> dict[str, Tensor]:
     return state
 
 
-def _write_model(model: Transformer, chosen: Architecture, tokenizer: Tokenizer | None, folder: Path) -> None:
+def _endings(source: Path, tokenizer: Tokenizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the ids of special tokens for config.json, and generation_config.json: of a folder of theirs, its own."""
+    ids = {"bos_token_id": None, "eos_token_id": None if tokenizer is None else tokenizer.end_id}
+    if not folders.is_one(source):
+        return ids, ids
+    table, path = folders.read_config(source), source / GENERATION
+    ids |= {name: table[name] for name in (*ids, "pad_token_id") if table.get(name) is not None}
+    return ids, io.read_json(path, dict) if path.is_file() else ids
+
+
+def _write_model(
+    model: Transformer, chosen: Architecture, folder: Path, ids: dict[str, Any], generation: dict[str, Any]
+) -> None:
     own = isinstance(chosen, Own)
     config = model.config if own else unscaled(model.config)
     state = dict(model.state_dict()) if own else unscaled_state(model)
@@ -126,10 +141,9 @@ def _write_model(model: Transformer, chosen: Architecture, tokenizer: Tokenizer 
         for place in chosen.places(config):
             tensors |= zip(place.theirs, place.write(state.pop(place.ours).detach().cpu()), strict=True)
     write_tensors(folder / FILE, tensors, {"format": "pt"})
-    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None if tokenizer is None else tokenizer.end_id}
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     io.write_json(folder / "config.json", {**chosen.write(config), **ids, "dtype": dtype})
-    io.write_json(folder / "generation_config.json", ids)
+    io.write_json(folder / GENERATION, generation)
 
 
 def _write_tokenizer(tokenizer: Tokenizer | None, subject: Subject, folder: Path) -> list[str]:
@@ -143,9 +157,10 @@ def _write_tokenizer(tokenizer: Tokenizer | None, subject: Subject, folder: Path
         said |= {"eos_token": END, "mask_token": MASK}
     else:
         io.write_bytes(folder / "tokenizer.json", tokenizer.path.read_bytes())
-        beside = tokenizer.path.with_name("tokenizer_config.json")
-        if subject.tokenizer is not None and beside.is_file():
-            io.write_bytes(folder / "tokenizer_config.json", beside.read_bytes())
+        beside = [path for name in TOKENIZER_FILES if (path := tokenizer.path.with_name(name)).is_file()]
+        if subject.tokenizer is not None and beside:
+            for path in beside:
+                io.write_bytes(folder / path.name, path.read_bytes())
             return []
         for key, number in (("eos_token", tokenizer.end_id), ("mask_token", tokenizer.mask_id)):
             if number is not None:

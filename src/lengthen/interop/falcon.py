@@ -67,9 +67,11 @@ class Falcon(Architecture):
         beside = asked.take("parallel_attn", default=True, hint=bool)
         one = asked.take("multi_query", default=True, hint=bool)
         key_heads = asked.take("num_kv_heads", "n_head_kv", default=None, hint=int | None)
-        norms = asked.take("num_ln_in_parallel_attn", default=2 if new else 1, hint=int)
+        norms = asked.word("num_ln_in_parallel_attn", words={1: 1, 2: 2}, default=2 if new else 1)
         if new and not beside:
             raise asked.refusal("parallel_attn", "true with new_decoder_architecture", beside)
+        if not new and not one and key_heads not in (None, found["heads"]):
+            raise asked.refusal("num_kv_heads", f"{found['heads']} without new_decoder_architecture", key_heads)
         biases = True if asked.take("bias", default=False, hint=bool) else ["norm"]
         more: dict[str, Any] = {
             "block": ("parallel" if new and norms == 2 else "shared") if beside else "pre",

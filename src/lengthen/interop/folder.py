@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         kind = table["quantization_config"]
         kind = kind.get("quant_method", kind) if isinstance(kind, Mapping) else kind
         raise ValueError(f"{path}: quantization_config: expected none (weights in floating point), got {kind!r}")
+    if not table.get("is_causal", True):
+        raise ValueError(
+            f"{path}: is_causal: expected True, got {table['is_causal']}: each token would see those after it"
+        )
     return table
 
 
@@ -134,9 +139,17 @@ def read_tensors(
     with opened_tensors(folder, device, pickled) as where:
         names = _found(where, architecture, places)
         _refuse_others(folder, where, architecture, places, names, tied)
+        dtype = _widest(where[name].dtype(name) for name in names.values())
         return {
-            place.ours: place.read([where[names[one]].read(names[one]) for one in place.theirs]) for place in places
+            place.ours: place.read([where[names[one]].read(names[one]).to(dtype) for one in place.theirs])
+            for place in places
         }
+
+
+def _widest(dtypes: Iterable[str]) -> torch.dtype:
+    """Return the dtype that holds all of these: a model has one, or some parts would round what others keep."""
+    by_name = {name: dtype for dtype, name in NAMES.items()}
+    return reduce(torch.promote_types, {by_name[name] for name in dtypes})
 
 
 def _found(where: Mapping[str, AnyFile], architecture: Architecture, places: list[Place]) -> dict[str, str]:

@@ -101,7 +101,7 @@ class LengthenForCausalLM(PreTrainedModel, GenerationMixin):
         position_ids: Tensor | None = None,
         return_dict: bool | None = None,
         **others: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Return the logits, and with labels the mean loss of each token from those before it."""
         for name in ("inputs_embeds", "output_attentions", "output_hidden_states"):
             if others.get(name) is not None and others[name] is not False:
@@ -122,7 +122,8 @@ class LengthenForCausalLM(PreTrainedModel, GenerationMixin):
             shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
             loss = F.cross_entropy(logits.flatten(0, 1).float(), shifted.flatten(), ignore_index=IGNORED)
         found: Any = {"loss": loss, "logits": logits, "past_key_values": past}
-        return CausalLMOutputWithPast(**found)
+        output = CausalLMOutputWithPast(**found)
+        return output.to_tuple() if return_dict is False else output
 
 
 def _padding(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -90,12 +90,9 @@ class Mistral(Llama):
         return []
 
     def window(self, asked: Asked, layers: int) -> int | None:
-        """Return the window, 4,096 where no key says that there is none."""
-        _refuse_mixed(asked, layers)
-        if "sliding_window" in asked.table and asked.table["sliding_window"] is None:
-            return None
-        found: int | None = asked.take("sliding_window", default=4096, hint=int | None)
-        return found
+        """Return the window, unless all layers are said to see everything."""
+        kinds, size = _refuse_mixed(asked, layers), _window_size(asked)
+        return None if kinds == {"full_attention"} else size
 
     def write_more(self, config: ModelConfig) -> dict[str, Any]:
         """Return the window and the angles."""
@@ -108,7 +105,6 @@ class Qwen2(Llama):
     name = "Qwen2ForCausalLM"
     model_type = "qwen2"
     keys = keys(length=32768, key_heads=32)
-    ignored = ("max_window_layers",)
 
     def biases(self, asked: Asked) -> list[Bias]:
         """Return those that all models of the architecture have."""
@@ -118,13 +114,15 @@ class Qwen2(Llama):
         """Return the window if all layers have it."""
         kinds = _refuse_mixed(asked, layers)
         used = asked.take("use_sliding_window", default=False, hint=bool)
-        size: int | None = asked.take("sliding_window", default=4096, hint=int | None)
-        first = asked.take("max_window_layers", default=28, hint=int)
-        if not used or kinds == {"full_attention"}:
+        size = _window_size(asked)
+        first = asked.take("max_window_layers", default=28, hint=int)  # with a window, where none are listed
+        if "sliding_attention" in kinds and not used:
+            raise asked.refusal("use_sliding_window", "True with sliding layers (layer_types)", used)
+        if not used or size is None or kinds == {"full_attention"}:
             return None
         if not kinds and 0 < first < layers:
             raise asked.refusal("max_window_layers", f"0 or at least {layers}: one window for all layers", first)
-        return None if not kinds and first else size
+        return size if kinds or first <= 0 else None
 
     def write_more(self, config: ModelConfig) -> dict[str, Any]:
         """Return the window and the angles."""
@@ -149,6 +147,15 @@ class Qwen3(Qwen2):
     def write_more(self, config: ModelConfig) -> dict[str, Any]:
         """Return biases, the window and the angles."""
         return {"attention_bias": config.has_bias("qkv")} | super().write_more(config)
+
+
+def _window_size(asked: Asked) -> int | None:
+    """Return the window that the config says, 4,096 where it says nothing."""
+    default = None if "sliding_window" in asked.table else 4096
+    found: int | None = asked.take("sliding_window", default=default, hint=int)
+    if found is None and "sliding_attention" in (asked.table.get("layer_types") or ()):
+        raise asked.refusal("sliding_window", "a number with sliding layers (layer_types)", found)
+    return found
 
 
 def _refuse_mixed(asked: Asked, layers: int) -> set[str]:

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from lengthen.checks import whole_number
-from lengthen.interop.subjects import open_model, tokenizer_of
+from lengthen.interop.subjects import open_model, special_token, tokenizer_of
 from lengthen.model import IGNORED
 from lengthen.model.score import BATCH_TOKENS, logits_at, losses, precision_named
 from lengthen.training.parallel import pick_device
 
 try:
+    import lm_eval.models  # noqa: F401 (the harness registers its own only as long as it knows no other)
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -84,6 +85,8 @@ class LengthenLM(TemplateLM):
         if tokenizer is None:
             raise ValueError(f"data: expected a corpus with the tokenizer of {path}, which has none, got none")
         self.tokenizer, self._tokenizer_name = tokenizer, subject.checkpoint.state.tokenizer or str(data)
+        begin = special_token(subject.tokenizer, "bos_token") if subject.tokenizer and data is None else None
+        self._begin_id = None if begin is None else tokenizer.id_of(begin)
         self.max_length = whole_number("max_length", max_length or self.model.config.train_length, at_least=1)
         longest = self.model.config.longest
         if longest is not None and self.max_length > longest:
@@ -97,10 +100,15 @@ class LengthenLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end token, which an empty context is replaced by."""
+        """The end token."""
         if self.tokenizer.end_id is None:
             raise ValueError("path: expected a tokenizer with an end token, to begin a text with, got one without")
         return int(self.tokenizer.end_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What an empty context is replaced by, as by the harness' own models: the beginning's token, or the end's."""
+        return self.eot_token_id if self._begin_id is None else self._begin_id
 
     @property
     def tokenizer_name(self) -> str:
@@ -134,7 +142,7 @@ class LengthenLM(TemplateLM):
         windows: list[Pair] = []
         owners: list[int] = []
         for number, (text,) in enumerate(request.args for request in requests):
-            rolled = get_rolling_token_windows(self.tok_encode(text), self.eot_token_id, self.max_length, 1)
+            rolled = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
             some = [make_disjoint_window(pair) for pair in rolled]
             windows += some
             owners += [number] * len(some)
@@ -193,7 +201,7 @@ class LengthenLM(TemplateLM):
         new = int(how.get("max_gen_toks", how.get("max_new_tokens", self.max_gen_toks)))
         if new >= self.max_length:
             raise ValueError(f"max_gen_toks: expected less than max_length, {self.max_length}, got {new}")
-        prompts = [self.tok_encode(text)[new - self.max_length :] or [self.eot_token_id] for text in contexts]
+        prompts = [self.tok_encode(text)[new - self.max_length :] or [self.prefix_token_id] for text in contexts]
         names = ("top_k", "top_p", "min_p", "repetition_penalty")
         options = {name: how[name] for name in names if how.get(name) is not None}
         temperature = float(how.get("temperature", 1.0)) if how.get("do_sample") else 0.0

@@ -38,8 +38,12 @@ def read(asked: Asked, head_dim: int, longest: int, partial: float | None, over:
         partial: the fraction of a head that is rotated where no key says it; None: all of it, and no key may say less.
         over: options that the caller gives: with "scaling" among them, the file's is left alone.
     """
-    base = asked.take("rope_theta", "rotary_emb_base", default=10000.0, hint=float)
-    part = asked.take("partial_rotary_factor", "rotary_pct", default=1.0 if partial is None else partial, hint=float)
+    if partial is None:
+        base, part = _number(asked, "rope_theta", 10000.0), _number(asked, "partial_rotary_factor", 1.0)
+    else:  # GPT-NeoX, where the other two names say nothing by themselves
+        base, part = _number(asked, "rotary_emb_base", 10000.0), _number(asked, "rotary_pct", partial)
+        asked.same("rope_theta", base, "rotary_emb_base")
+        asked.same("partial_rotary_factor", part, "rotary_pct")
     rope = asked.part("rope_scaling" if asked.table.get("rope_scaling") else "rope_parameters")
     asked.read |= {"rope_scaling", "rope_parameters"}
     options: dict[str, Any] = {"base": rope.take("rope_theta", default=base, hint=float)}
@@ -58,6 +62,11 @@ def read(asked: Asked, head_dim: int, longest: int, partial: float | None, over:
     elif over["scaling"] in ("yarn", "llama3", "dynamic") and "original_length" in found:
         options["original_length"] = found["original_length"]
     return options
+
+
+def _number(asked: Asked, name: str, default: float) -> float:
+    found: float = asked.take(name, default=default, hint=float)
+    return found
 
 
 def _scaling(rope: Asked, kind: str, longest: int) -> dict[str, Any]:

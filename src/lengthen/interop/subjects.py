@@ -80,10 +80,10 @@ def open_model(
     return Subject(cast(Transformer, model), Pretrained(place, state, {}, pickled), results, config, tokenizer)
 
 
-def end_token(tokenizer: Path) -> str | None:
-    """Return the token that ends a text, as the folder of a tokenizer.json says; None: look for the usual names."""
+def special_token(tokenizer: Path, name: str) -> str | None:
+    """Return a special token, `eos_token` say, as the folder of a tokenizer.json names it; None: it does not."""
     path = tokenizer.with_name("tokenizer_config.json")
-    said = io.read_json(path, dict).get("eos_token") if path.is_file() else None
+    said = io.read_json(path, dict).get(name) if path.is_file() else None
     said = said.get("content") if isinstance(said, Mapping) else said
     return said if isinstance(said, str) else None
 
@@ -92,7 +92,7 @@ def tokenizer_of(subject: Subject, data: Path | None = None) -> Tokenizer | None
     """Return a model's tokenizer: of its folder, of the corpus that was named, or of the one that it was trained on."""
     state = subject.checkpoint.state
     if data is None and subject.tokenizer is not None:
-        return Tokenizer(subject.tokenizer, "json", end_token(subject.tokenizer))
+        return Tokenizer(subject.tokenizer, "json", special_token(subject.tokenizer, "eos_token"))
     if data is None and state.tokenizer in (None, "bytes"):
         return None if state.tokenizer is None else Tokenizer()
     place = data or Path(state.folder or "")

@@ -149,7 +149,7 @@ def test_the_command(
     said = capsys.readouterr().out
     assert "left out: frequent_words at 64, which its own words do not fit into" in said
     assert main([*words, "--task", "passkey", "--lengths", "8"]) == 1
-    assert re_error(capsys) == "--lengths: expected at least"
+    assert re_error(capsys) == "--lengths: passkey: expected at"
     assert main([*words, "--task", "passkey", "--tokens", "8"]) == 1
     assert re_error(capsys) == "--tokens: is not for"
 

@@ -45,7 +45,7 @@ def test_samples_are_those_of_their_seed(name: str, text: Haystack) -> None:
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_length_that_is_too_short_is_refused(name: str, text: Haystack) -> None:
-    with pytest.raises(TooShortError, match=r"^lengths: expected at least (\d+) tokens, .* got 20$") as told:
+    with pytest.raises(TooShortError, match=rf"^lengths: {name}: expected at least (\d+) tokens, .* got 20$") as told:
         TASKS[name].samples(text, 20, DEPTHS, 1, seed=0)
     needed = int(re.findall(r"\d+", str(told.value))[0])
     draws = Draws(f"0, {name}, 20, 0")

@@ -154,7 +154,10 @@ class Task:
                 f"{text.tokens.directory}; name the corpus whose text shall stand around them"
             )
         seeds = (Draws(f"{seed}, {self.name}, {length}, {number}") for number in range(count))
-        return [self.make(text, draws, length, depths[n % len(depths)]) for n, draws in enumerate(seeds)]
+        try:
+            return [self.make(text, draws, length, depths[n % len(depths)]) for n, draws in enumerate(seeds)]
+        except TooShortError as problem:
+            raise TooShortError(f"lengths: {self.name}: {problem}") from None
 
 
 def hide(
@@ -176,7 +179,5 @@ def room_in(length: int, *pieces: Sequence[int]) -> int:
     """Return how many tokens of a length pieces leave free; an error if they are longer than it."""
     needed = sum(map(len, pieces))
     if needed > length:
-        raise TooShortError(
-            f"lengths: expected at least {needed:,} tokens, which the task's own words take, got {length:,}"
-        )
+        raise TooShortError(f"expected at least {needed:,} tokens, which the task's own words take, got {length:,}")
     return length - needed
