@@ -102,6 +102,8 @@ class ModelConfig:
             )
         from lengthen.positions.registry import canonical  # here: only a model needs torch
 
+        given = {name: value for name, value in self.position_options.items() if value is not None}
+        object.__setattr__(self, "position_options", given)  # none leaves an option to its default
         try:
             object.__setattr__(self, "positions", canonical(self.positions))
             self._blueprint()

@@ -166,6 +166,11 @@ def test_options_of_a_method_are_of_any_shape(tmp_path: Path) -> None:
     assert verb.parse([str(mixed)]).resolved().model.position_options == {"slopes": [1, 0.5]}
     given = verb.parse([str(mixed), "--model.position_options.slopes", "[2, 0.25]"])
     assert given.resolved().model.position_options == {"slopes": [2, 0.25]}
+    for word, options in (("2,0.25", {"slopes": [2, 0.25]}), ("none", {})):  # as other keys are given
+        given = verb.parse([str(mixed), f"--model.position_options.slopes={word}"])
+        assert given.resolved().model.position_options == options
+    learned = verb.parse([str(mixed), "--model.position_options.learned", "True"])
+    assert learned.resolved().model.position_options == {"slopes": [1, 0.5], "learned": True}
     nested = verb.parse([str(mixed), "--model.position_options.other", "[[1, 'x'], {a = true}, []]"])
     assert nested.keys.model.position_options["other"] == [[1, "x"], {"a": True}, []]
 

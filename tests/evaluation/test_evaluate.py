@@ -218,6 +218,8 @@ def test_a_method_is_changed_after_training(corpus: Corpus, folder: Path, capsys
     # The same options in another order are the same measurement.
     assert main([*words, "--positions.factor", "8", "--positions.scaling", "yarn"]) == 0
     assert len(lines(out)) == len(found)
+    assert main([*words, "--positions.scaling", "none"]) == 0  # the default: what it was trained with
+    assert len(lines(out)) == len(found)
     for more, message in (
         (["--positions.scalling", "yarn"], "unknown option 'scalling'; did you mean 'scaling'"),
         (["--positions.scaling"], "--positions.scaling: expected a value, got none"),
