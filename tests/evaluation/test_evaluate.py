@@ -23,6 +23,7 @@ from lengthen.config import from_table
 from lengthen.data import Corpus, prepare
 from lengthen.data.checksums import sha256_of
 from lengthen.evaluation import Result, evaluate, measure, open_run, protocol, results
+from lengthen.model.score import BATCH_TOKENS
 from lengthen.training import World, train
 from lengthen.training.checkpoint import seal
 
@@ -271,6 +272,63 @@ def test_two_at_once_leave_whole_lines(folder: Path) -> None:
     for other in others:
         other.join()
     assert len(lines(folder)) == len(results.read(folder)) == 150
+
+
+def test_two_that_want_the_same_measure_it_once(corpus: Corpus, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second waits, and takes what the first has found; another length is measured meanwhile."""
+    calls: list[Any] = []
+    begun, waiting, real = threading.Event(), threading.Event(), measure.measure
+
+    def slow(*arguments: Any) -> measure.Tally:
+        calls.append(arguments[3].length)
+        if arguments[3].length == 8:
+            begun.set()
+            assert waiting.wait(60)
+        return real(*arguments)
+
+    monkeypatch.setattr("lengthen.evaluation.runs.measure", slow)
+    found: dict[str, list[Result]] = {}
+
+    def ask(name: str, length: int, tell: Any = lambda *about: None) -> None:
+        found[name] = evaluate(open_run(trained), corpus, [protocol("nonoverlapping", length, 8)], tokens=64, tell=tell)
+
+    first = threading.Thread(target=ask, args=("first", 8))
+    first.start()
+    assert begun.wait(60)
+    ask("another", 16)
+    told: list[Any] = []
+    ask("second", 8, lambda one, done, total: (told.append((done, total)), waiting.set()))
+    first.join()
+    assert calls == [8, 16]
+    assert told == [(0, 64)]
+    assert found["first"] == found["second"]
+    assert len(lines(trained)) == 2
+    assert not list(trained.glob(".measuring*"))
+
+
+def test_an_evaluation_that_was_killed_goes_on_where_it_was(
+    corpus: Corpus, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was measured in between: each measurement has a file of its own for what is done of it."""
+    monkeypatch.setattr(measure, "SAVE_SECONDS", -1.0)
+    monkeypatch.setitem(BATCH_TOKENS, "cpu", 8)
+    subject, one = open_run(trained), protocol("nonoverlapping", 8, 8)
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(how: object, done: int, total: int) -> None:
+        if done >= 32:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        evaluate(subject, corpus, [one], tokens=64, tell=stop)
+    evaluate(subject, corpus, [protocol("nonoverlapping", 16, 8)], tokens=64)
+    seen: list[int] = []
+    (found,) = evaluate(subject, corpus, [one], tokens=64, tell=lambda how, done, total: seen.append(done))
+    assert seen[0] == 32, "and not 8"
+    (again,) = evaluate(subject, corpus, [one], tokens=64, again=True)
+    assert (found.loss, found.segment_losses) == (again.loss, again.segment_losses)
 
 
 def test_a_line_that_is_no_result_is_named(folder: Path) -> None:

@@ -176,12 +176,10 @@ def measure(
     precision: torch.dtype | None = None,
     tell: Tell = lambda done, total: None,
     partial: Path | None = None,
-    name: object = None,
 ) -> Tally:
     """Score stretches of a text, as `score` does.
 
-    `partial` is a file where the tally is kept every few seconds; a call with the same `name`, of JSON's types, resumes
-    from it.
+    `partial` is a file where the tally is kept every few seconds; the same call with the same file resumes from it.
     """
     total = sum(count for _, count in stretches)
     if total < 1:
@@ -192,7 +190,7 @@ def measure(
         raise ValueError(
             f"protocol: expected nonoverlapping or sliding for an encoder, which sees both ways, got {how}"
         )
-    tally, shift = _begun(partial, name, len(tokens.documents) - 1), 0 if task.hide else 1
+    tally, shift = _begun(partial, len(tokens.documents) - 1), 0 if task.hide else 1
     peak, began = Peak(device_of(model)), time.perf_counter()
     before, saved = tally.seconds, began
     rest = itertools.islice(how.readings(stretches), tally.windows, None)
@@ -205,7 +203,7 @@ def measure(
         tell(tally.read, total)
         if partial is not None and now - saved > SAVE_SECONDS:
             saved = now
-            kept = {"name": name, **{key: _plain(value) for key, value in asdict(tally).items()}}
+            kept = {key: _plain(value) for key, value in asdict(tally).items()}
             io.write_lines(partial, [kept])  # a line has its checksum
     tally.peak = peak.bytes()
     if partial is not None:
@@ -234,7 +232,6 @@ def unigram_loss(tokens: Tokens, vocab_size: int, stretches: list[Stretch]) -> f
 class _Kept:
     """A tally on its way, as a file has it."""
 
-    name: Any
     losses: list[float]
     counts: list[int]
     segment_losses: list[float]
@@ -249,16 +246,15 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def _begun(path: Path | None, name: object, documents: int) -> Tally:
-    """Return the tally that an earlier call left under this name, of a text with as many documents; or a new one."""
+def _begun(path: Path | None, documents: int) -> Tally:
+    """Return the tally that an earlier call left, of a text with as many documents; or a new one."""
     try:
         kept = None if path is None else next(io.read_lines(path, _Kept), None)
     except (FileNotFoundError, TypeError, ValueError):
         kept = None
-    if kept is None or kept.name != name or (len(kept.losses), len(kept.segment_losses)) != (documents, SEGMENTS):
+    if kept is None or (len(kept.losses), len(kept.segment_losses)) != (documents, SEGMENTS):
         return Tally(np.zeros(documents), np.zeros(documents, dtype=np.int64))
     values: dict[str, Any] = {
         key: np.array(value) if isinstance(value, list) else value for key, value in vars(kept).items()
     }
-    del values["name"]
     return Tally(**values)
