@@ -22,7 +22,8 @@ from lengthen.cli.main import main
 from lengthen.config import from_table
 from lengthen.data import Corpus, prepare
 from lengthen.data.checksums import sha256_of
-from lengthen.evaluation import Result, evaluate, measure, open_run, protocol, results
+from lengthen.evaluation import Result, evaluate, measure, open_run, protocol, results, verdicts
+from lengthen.evaluation.verdict import grouped
 from lengthen.model.score import BATCH_TOKENS
 from lengthen.training import World, train
 from lengthen.training.checkpoint import seal
@@ -350,8 +351,22 @@ def test_the_command_ends_with_a_table_and_a_verdict(
     assert [line.split()[2] for line in said.splitlines() if line.startswith(("     8", "    16"))]
     assert "sliding, stride 4" in said
     assert "nonoverlapping: holds to" in said
+    assert "sliding, stride 4: holds to" in said
+    assert main([*words, "--lengths", "16,32", "--protocol", "sliding"]) == 0
+    none = "sliding: no verdict, as perplexity at the training length of 8 is not measured; add it to --lengths\n"
+    assert capsys.readouterr().out.endswith(f"\n\n{none}")
     assert main([*words]) == 0  # the usual lengths, as far as the text goes
     assert {one.length for one in results.read(trained).values()} == {8, 16, 32, 64, 128, 256}
+
+
+def test_a_verdict_is_over_one_stride() -> None:
+    """Half the length at each, as by default, or the same at each; not one of these beside the other."""
+    strides = [(8, 4), (16, 4), (16, 8), (32, 4)]
+    found = [result(protocol="sliding", length=length, stride=stride, train_length=8) for length, stride in strides]
+    groups = {name: [one.stride for one in group] for name, group in grouped(found).items()}
+    assert groups == {"sliding, stride 4": [4, 4, 4], "sliding": [8]}
+    assert list(grouped([found[0], found[2]])) == ["sliding"]
+    assert list(verdicts(found)) == ["sliding, stride 4"]
 
 
 @pytest.mark.parametrize(
