@@ -241,7 +241,28 @@ def test_the_loss_of_the_unigram_distribution(
     text = tokens.read(0, len(tokens))
     frequency = np.bincount(text[:counted], minlength=258) / len(text[:counted])
     expected = -np.log(frequency[text[11:61]]).mean()
-    assert measure.unigram_loss(tokens, 258, [(10, 20), (30, 30)]) == pytest.approx(expected, rel=1e-12)
+    monkeypatch.setattr(measure, "READ", 7)
+    stretches = [(10, 20), (30, 30)]
+    assert measure.unigram_loss(tokens, Task(tokens), 258, stretches) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_unigram_distribution_is_asked_for_what_is_scored(corpus: Corpus, masked: bool) -> None:
+    """Of masked tokens, for those; with documents apart, for all but the first of each."""
+    assert corpus.mask_id is not None
+    tokens, hide = corpus["train"], Masking(0.15, corpus.mask_id, corpus.vocab_size)
+    many = len(tokens) - 1
+    text = torch.from_numpy(tokens.read(0, many + 1))
+    if masked:
+        _, targets = hide(text[None, :many], torch.arange(many)[None])
+        asked = targets[targets >= 0].numpy()
+    else:
+        first = set(tokens.documents.tolist())
+        asked = np.array([token for place, token in enumerate(text.tolist()) if place not in first])
+    frequency = np.bincount(text.numpy(), minlength=258) / len(text)
+    task = Task(tokens, hide) if masked else Task(tokens, document_mask=True)
+    found = measure.unigram_loss(tokens, task, 258, [(0, many)])
+    assert found == pytest.approx(-np.log(frequency[asked]).mean(), rel=1e-12)
 
 
 def measured(model: Transformer, tokens: Tokens, how: Protocol, targets: int, **more: Any) -> measure.Tally:

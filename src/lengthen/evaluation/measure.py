@@ -211,21 +211,22 @@ def measure(
     return tally
 
 
-def unigram_loss(tokens: Tokens, vocab_size: int, stretches: list[Stretch]) -> float:
-    """Return the mean loss of the stretches' targets under the text's own unigram distribution, in nats.
+def unigram_loss(tokens: Tokens, task: Task, vocab_size: int, stretches: list[Stretch]) -> float:
+    """Return the mean loss of what is scored of the stretches under the text's own unigram distribution, in nats.
 
     It is what predicting every token from its frequency alone would give: a model that is not better has learned
     nothing. Of a long text the first part is counted, as far as the stretches go at least.
     """
     asked, counted = (np.zeros(vocab_size, dtype=np.int64) for _ in range(2))
     for start, count in stretches:
-        for begin in range(start + 1, start + count + 1, READ):
-            asked += np.bincount(tokens.read(begin, min(begin + READ, start + count + 1)), minlength=vocab_size)
+        for begin in range(start, start + count, READ):
+            _, targets, _ = task.batch([Reading(begin, min(begin + READ, start + count), 0)])
+            asked += np.bincount(targets[targets != IGNORED].numpy(), minlength=vocab_size)
     until = min(len(tokens), max(UNIGRAM_TOKENS, *(start + count + 1 for start, count in stretches)))
     for begin in range(0, until, READ):
         counted += np.bincount(tokens.read(begin, min(begin + READ, until)), minlength=vocab_size)
-    seen = asked > 0
-    return float((asked[seen] * np.log(counted.sum() / counted[seen])).sum() / asked.sum())
+    seen, total = asked > 0, int(asked.sum())
+    return float((asked[seen] * np.log(counted.sum() / counted[seen])).sum()) / total if total else math.nan
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def evaluate(
                 result = known().get(measured.key)  # from another process
                 if result is None:
                     tally = measure(subject.model, text, task, one, stretches, dtype, told, partial)
-                    unigram = unigram_loss(text, corpus.vocab_size, stretches)
+                    unigram = unigram_loss(text, task, corpus.vocab_size, stretches)
                     result = _result(measured, subject, corpus, tally, text, unigram)
                     results.append(subject.folder, result)
         found.append(result)
