@@ -29,6 +29,7 @@ MOST = (1 << 63) - 1  # of any whole number: what torch can count to
 Bias = Literal["qkv", "out", "feed_forward", "norm"]
 BIASES: tuple[Bias, ...] = get_args(Bias)  # the places that may have one
 GATED = ("swiglu", "geglu")  # activations with a third matrix
+STRETCHES = ("yarn", "llama3", "dynamic")  # scalings of rotary that are told the length which they stretch
 
 
 def _check(section: str, config: Any, **least: float) -> None:
@@ -102,6 +103,8 @@ class ModelConfig:
             )
         from lengthen.positions.registry import canonical  # here: only a model needs torch
 
+        given = {name: value for name, value in self.position_options.items() if value is not None}
+        object.__setattr__(self, "position_options", given)  # none leaves an option to its default
         try:
             object.__setattr__(self, "positions", canonical(self.positions))
             self._blueprint()
@@ -156,7 +159,7 @@ class ModelConfig:
         options = {**sides, **self.position_options}
         if self.longest is not None:
             options["max_length"] = self.longest
-        if options.get("scaling") in ("yarn", "llama3", "dynamic"):  # which are told what they stretch
+        if options.get("scaling") in STRETCHES:
             options.setdefault("original_length", self.train_length)
         return build(self.positions, **sizes, **options)
 

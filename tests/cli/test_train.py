@@ -99,6 +99,14 @@ def test_tensorboards_files(data: str, tmp_path: Path) -> None:
     seen = {event.step: event.value for event in events.Scalars("train/loss")}
     assert seen == pytest.approx(losses, rel=1e-6)
     assert [event.step for event in events.Scalars("validation/16")] == [0, 2]
+    again = ["train", "tiny", "--data", data, "--out", str(out), *TINY, "--train.steps", "4", "--tensorboard"]
+    assert main(again) == main([*again, "--resume", "step-2", "--optimizer.lr", "0.5"]) == 0
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    found = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert found == [
+        (record["step"], pytest.approx(record["loss"], rel=1e-6)) for record in records(out) if "lr" in record
+    ], "of the run that went back, each step once"
     assert read_toml(out / "config.toml", dict)["log"]["tensorboard"] is True
 
 
@@ -166,6 +174,11 @@ def test_options_of_a_method_are_of_any_shape(tmp_path: Path) -> None:
     assert verb.parse([str(mixed)]).resolved().model.position_options == {"slopes": [1, 0.5]}
     given = verb.parse([str(mixed), "--model.position_options.slopes", "[2, 0.25]"])
     assert given.resolved().model.position_options == {"slopes": [2, 0.25]}
+    for word, options in (("2,0.25", {"slopes": [2, 0.25]}), ("none", {})):  # as other keys are given
+        given = verb.parse([str(mixed), f"--model.position_options.slopes={word}"])
+        assert given.resolved().model.position_options == options
+    learned = verb.parse([str(mixed), "--model.position_options.learned", "True"])
+    assert learned.resolved().model.position_options == {"slopes": [1, 0.5], "learned": True}
     nested = verb.parse([str(mixed), "--model.position_options.other", "[[1, 'x'], {a = true}, []]"])
     assert nested.keys.model.position_options["other"] == [[1, "x"], {"a": True}, []]
 

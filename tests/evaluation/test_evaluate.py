@@ -22,7 +22,9 @@ from lengthen.cli.main import main
 from lengthen.config import from_table
 from lengthen.data import Corpus, prepare
 from lengthen.data.checksums import sha256_of
-from lengthen.evaluation import Result, evaluate, measure, open_run, protocol, results
+from lengthen.evaluation import Result, evaluate, measure, open_run, protocol, results, verdicts
+from lengthen.evaluation.verdict import grouped
+from lengthen.model.score import BATCH_TOKENS
 from lengthen.training import World, train
 from lengthen.training.checkpoint import seal
 
@@ -218,6 +220,8 @@ def test_a_method_is_changed_after_training(corpus: Corpus, folder: Path, capsys
     # The same options in another order are the same measurement.
     assert main([*words, "--positions.factor", "8", "--positions.scaling", "yarn"]) == 0
     assert len(lines(out)) == len(found)
+    assert main([*words, "--positions.scaling", "none"]) == 0  # the default: what it was trained with
+    assert len(lines(out)) == len(found)
     for more, message in (
         (["--positions.scalling", "yarn"], "unknown option 'scalling'; did you mean 'scaling'"),
         (["--positions.scaling"], "--positions.scaling: expected a value, got none"),
@@ -271,6 +275,63 @@ def test_two_at_once_leave_whole_lines(folder: Path) -> None:
     assert len(lines(folder)) == len(results.read(folder)) == 150
 
 
+def test_two_that_want_the_same_measure_it_once(corpus: Corpus, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second waits, and takes what the first has found; another length is measured meanwhile."""
+    calls: list[Any] = []
+    begun, waiting, real = threading.Event(), threading.Event(), measure.measure
+
+    def slow(*arguments: Any) -> measure.Tally:
+        calls.append(arguments[3].length)
+        if arguments[3].length == 8:
+            begun.set()
+            assert waiting.wait(60)
+        return real(*arguments)
+
+    monkeypatch.setattr("lengthen.evaluation.runs.measure", slow)
+    found: dict[str, list[Result]] = {}
+
+    def ask(name: str, length: int, tell: Any = lambda *about: None) -> None:
+        found[name] = evaluate(open_run(trained), corpus, [protocol("nonoverlapping", length, 8)], tokens=64, tell=tell)
+
+    first = threading.Thread(target=ask, args=("first", 8))
+    first.start()
+    assert begun.wait(60)
+    ask("another", 16)
+    told: list[Any] = []
+    ask("second", 8, lambda one, done, total: (told.append((done, total)), waiting.set()))
+    first.join()
+    assert calls == [8, 16]
+    assert told == [(0, 64)]
+    assert found["first"] == found["second"]
+    assert len(lines(trained)) == 2
+    assert not list(trained.glob(".measuring*"))
+
+
+def test_an_evaluation_that_was_killed_goes_on_where_it_was(
+    corpus: Corpus, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was measured in between: each measurement has a file of its own for what is done of it."""
+    monkeypatch.setattr(measure, "SAVE_SECONDS", -1.0)
+    monkeypatch.setitem(BATCH_TOKENS, "cpu", 8)
+    subject, one = open_run(trained), protocol("nonoverlapping", 8, 8)
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(how: object, done: int, total: int) -> None:
+        if done >= 32:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        evaluate(subject, corpus, [one], tokens=64, tell=stop)
+    evaluate(subject, corpus, [protocol("nonoverlapping", 16, 8)], tokens=64)
+    seen: list[int] = []
+    (found,) = evaluate(subject, corpus, [one], tokens=64, tell=lambda how, done, total: seen.append(done))
+    assert seen[0] == 32, "and not 8"
+    (again,) = evaluate(subject, corpus, [one], tokens=64, again=True)
+    assert (found.loss, found.segment_losses) == (again.loss, again.segment_losses)
+
+
 def test_a_line_that_is_no_result_is_named(folder: Path) -> None:
     path = folder / "evaluation.jsonl"
     path.write_text(json.dumps(result().record()).replace('"length"', '"lenght"') + "\n")
@@ -290,8 +351,22 @@ def test_the_command_ends_with_a_table_and_a_verdict(
     assert [line.split()[2] for line in said.splitlines() if line.startswith(("     8", "    16"))]
     assert "sliding, stride 4" in said
     assert "nonoverlapping: holds to" in said
+    assert "sliding, stride 4: holds to" in said
+    assert main([*words, "--lengths", "16,32", "--protocol", "sliding"]) == 0
+    none = "sliding: no verdict, as perplexity at the training length of 8 is not measured; add it to --lengths\n"
+    assert capsys.readouterr().out.endswith(f"\n\n{none}")
     assert main([*words]) == 0  # the usual lengths, as far as the text goes
     assert {one.length for one in results.read(trained).values()} == {8, 16, 32, 64, 128, 256}
+
+
+def test_a_verdict_is_over_one_stride() -> None:
+    """Half the length at each, as by default, or the same at each; not one of these beside the other."""
+    strides = [(8, 4), (16, 4), (16, 8), (32, 4)]
+    found = [result(protocol="sliding", length=length, stride=stride, train_length=8) for length, stride in strides]
+    groups = {name: [one.stride for one in group] for name, group in grouped(found).items()}
+    assert groups == {"sliding, stride 4": [4, 4, 4], "sliding": [8]}
+    assert list(grouped([found[0], found[2]])) == ["sliding"]
+    assert list(verdicts(found)) == ["sliding, stride 4"]
 
 
 @pytest.mark.parametrize(

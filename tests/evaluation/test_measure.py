@@ -241,7 +241,28 @@ def test_the_loss_of_the_unigram_distribution(
     text = tokens.read(0, len(tokens))
     frequency = np.bincount(text[:counted], minlength=258) / len(text[:counted])
     expected = -np.log(frequency[text[11:61]]).mean()
-    assert measure.unigram_loss(tokens, 258, [(10, 20), (30, 30)]) == pytest.approx(expected, rel=1e-12)
+    monkeypatch.setattr(measure, "READ", 7)
+    stretches = [(10, 20), (30, 30)]
+    assert measure.unigram_loss(tokens, Task(tokens), 258, stretches) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_unigram_distribution_is_asked_for_what_is_scored(corpus: Corpus, masked: bool) -> None:
+    """Of masked tokens, for those; with documents apart, for all but the first of each."""
+    assert corpus.mask_id is not None
+    tokens, hide = corpus["train"], Masking(0.15, corpus.mask_id, corpus.vocab_size)
+    many = len(tokens) - 1
+    text = torch.from_numpy(tokens.read(0, many + 1))
+    if masked:
+        _, targets = hide(text[None, :many], torch.arange(many)[None])
+        asked = targets[targets >= 0].numpy()
+    else:
+        first = set(tokens.documents.tolist())
+        asked = np.array([token for place, token in enumerate(text.tolist()) if place not in first])
+    frequency = np.bincount(text.numpy(), minlength=258) / len(text)
+    task = Task(tokens, hide) if masked else Task(tokens, document_mask=True)
+    found = measure.unigram_loss(tokens, task, 258, [(0, many)])
+    assert found == pytest.approx(-np.log(frequency[asked]).mean(), rel=1e-12)
 
 
 def measured(model: Transformer, tokens: Tokens, how: Protocol, targets: int, **more: Any) -> measure.Tally:
@@ -266,23 +287,19 @@ def test_an_interrupted_measurement_goes_on_where_it_was(
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        measured(model, tokens, one, targets, tell=stop, partial=partial, name=["this"])
+        measured(model, tokens, one, targets, tell=stop, partial=partial)
     kept = json.loads(partial.read_text())
     assert 0 < sum(kept["counts"]) < targets
     seen: list[int] = []
-    again = measured(
-        model, tokens, one, targets, tell=lambda done, total: seen.append(done), partial=partial, name=["this"]
-    )
+    again = measured(model, tokens, one, targets, tell=lambda done, total: seen.append(done), partial=partial)
     assert seen[0] > sum(kept["counts"])
     assert np.array_equal(again.losses, whole.losses)
     assert np.array_equal(again.counts, whole.counts)
     assert not partial.exists()
     with pytest.raises(StoppedError):
-        measured(model, tokens, one, targets, tell=stop, partial=partial, name=["this"])
+        measured(model, tokens, one, targets, tell=stop, partial=partial)
     left = partial.read_bytes()
-    other = measured(model, tokens, one, targets, partial=partial, name=["another"])  # its tally is not ours
-    assert np.array_equal(other.losses, whole.losses)
     for changed in (left, b"nothing"):  # of another text, or no tally at all
         partial.write_bytes(changed)
         text = corpus["validation"]
-        assert measured(model, text, one, 100, partial=partial, name=["this"]).counts.sum() == 100
+        assert measured(model, text, one, 100, partial=partial).counts.sum() == 100

@@ -54,11 +54,10 @@ def test_what_is_not_finite_does_not_hold() -> None:
     assert judge(points({}), 64) is None
 
 
-def test_without_the_training_length_the_nearest_is_the_reference() -> None:
-    for lengths, reference in (([16, 32, 128], 32), ([128, 256], 128)):
-        found = judge(points(dict.fromkeys(lengths, 10.0)), 64)
-        assert found is not None
-        assert found.reference.length == reference
+@pytest.mark.parametrize("lengths", [[16, 32, 128], [128, 256]])
+def test_without_the_training_length_there_is_none(lengths: list[int]) -> None:
+    """What is flat from 128 on may be far above 64, where the model was trained."""
+    assert judge(points(dict.fromkeys(lengths, 10.0)), 64) is None
 
 
 @pytest.mark.parametrize(("unigram", "learned"), [(12.0, True), (10.0, False), (None, True)])

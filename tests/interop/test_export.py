@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -190,6 +191,8 @@ def test_a_run_by_the_verb(tmp_path: Path, capsys: Capture) -> None:
     assert "out: GPTNeoXForCausalLM" in capsys.readouterr().out
     assert "Not measured" in (out / "README.md").read_text()
     assert main(["eval", folder, "--lengths", "48,96", "--tokens", "96", "--device", "cpu"]) == 0
+    for more in (["--tokens", "97"], ["--tokens", "96", "--positions.base", "500"]):
+        assert main(["eval", folder, "--lengths", "48,96", "--device", "cpu", *more]) == 0
     assert main(["export", folder, str(out)]) == 1
     assert "--force replaces it" in capsys.readouterr().err
     assert main(["export", folder, folder, "--force"]) == 1
@@ -200,7 +203,9 @@ def test_a_run_by_the_verb(tmp_path: Path, capsys: Capture) -> None:
     assert main(["export", folder, str(out), "--force"]) == 0
     card = (out / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
-    assert "| 96 | 2 | nonoverlapping | " in card
+    assert card.count("| 96 | 2 | nonoverlapping | ") == 2, "not of the method changed"
+    assert re.findall("the same ([0-9]+) tokens", card) == ["96", "97"]
+    assert card.count("nonoverlapping: holds to") + card.count("nonoverlapping: no verdict") == 2
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     names = {"README.md", "config.json", "generation_config.json", "model.safetensors"}
     assert {path.name for path in out.iterdir()} == names | {"tokenizer.json", "tokenizer_config.json"}

@@ -28,6 +28,7 @@ def evaluation(positions: str, length: int, **other: Any) -> dict[str, Any]:
         "block": None,
         "tokens": 65536,
         "documents": 37,
+        "targets": 65536,
         "loss": loss,
         "segment_losses": [30000 * loss, 35536 * loss],
         "segment_counts": [32768, 32768],

@@ -14,6 +14,7 @@ from made_up import LENGTHS, evaluation, tasks, write
 from lengthen.report import Report, collect
 from lengthen.report.charts import METHODS, colours
 from lengthen.report.lines import COLOURS
+from lengthen.report.sections import verdict
 from lengthen.report.tasks import newest
 
 
@@ -32,7 +33,7 @@ def test_evaluation_alone_is_enough(tmp_path: Path) -> None:
 
 def test_a_later_line_replaces_an_earlier_one(one: Callable[..., Report]) -> None:
     first, other = evaluation("alibi", 64), evaluation("alibi", 128)
-    report = one(first, other, {**first, "loss": 1.0, "tokens": 5})
+    report = one(first, other, {**first, "loss": 1.0, "seconds": 5.0})
     assert [(r.length, r.loss) for r in report.curves[0].records] == [(64, 1.0), (128, other["loss"])]
 
 
@@ -69,6 +70,45 @@ def test_a_checkpoint_that_is_there_is_drawn_before_one_that_is_gone(tmp_path: P
         (folder / "checkpoints" / name).mkdir(parents=True)
         (folder / "checkpoints" / name / "SHA256SUMS").write_text(f"{weights}  model.safetensors\n")
     assert [one.weights for one in collect([folder]).curves[0].records] == [here, here]
+
+
+def test_analyses_and_answers_of_weights_that_are_gone_are_not_drawn(tmp_path: Path) -> None:
+    """As after the same method was trained anew into the folder: the files have the old model's numbers."""
+    here, gone = "a" * 64, "b" * 64
+    folder = write(tmp_path / "run")
+    (folder / "checkpoints" / "step-00002000").mkdir(parents=True)
+    (folder / "checkpoints" / "step-00002000" / "SHA256SUMS").write_text(f"{here}  model.safetensors\n")
+    lines = [evaluation("alibi", n, protocol="blockwise", block=32, weights=gone) for n in (64, 128)]
+    lines += [evaluation("alibi", n, weights=here) for n in (64, 128)]
+    (folder / "evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for kind, weights in (("reach", here), ("distance", gone)):
+        path = folder / "analysis" / f"{kind}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"weights": weights}))
+    asked = tasks("alibi")[1] | {"seed": 0}
+    several = [asked | {"weights": here}, asked | {"weights": gone}, asked | {"weights": gone, "length": 512}]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in several))
+    report = collect([folder])
+    assert [curve.first.weights for curve in report.curves] == [here]
+    assert "reach" in report.runs[0].analyses
+    assert "distance" not in report.runs[0].analyses
+    assert report.notes == [f"{folder}: distance, which is of other weights; `lengthen analyse RUN` makes it"]
+    assert [(one.weights, one.length) for one in newest(report.runs[0].tasks, report.runs[0].weights)] == [(here, 64)]
+    assert {one.length for one in newest(report.runs[0].tasks)} == {64, 512}, "of the model that was asked last"
+
+
+def test_measurements_of_other_tokens_are_curves_of_their_own(one: Callable[..., Report]) -> None:
+    """So that a curve's verdict, and its differences, are over the same tokens."""
+    lines = [evaluation("alibi", n) for n in (64, 128)]
+    lines += [evaluation("alibi", n, targets=99, tokens=99, loss=1.0) for n in (256, 512)]
+    lines += [evaluation("alibi", n, precision="bfloat16") for n in (64, 128)]
+    report = one(*lines)
+    assert [(curve.label, [record.length for record in curve.records]) for curve in report.curves] == [
+        ("alibi · float32 · 65,536 tokens", [64, 128]),
+        ("alibi · float32 · 99 tokens", [256, 512]),
+        ("alibi · bfloat16", [64, 128]),
+    ]
+    assert report.curves[1].verdict is None
+    assert "99 tokens was not measured at its training length of 64;" in verdict(report.curves)
 
 
 def test_what_is_of_another_method_is_left_out(tmp_path: Path) -> None:

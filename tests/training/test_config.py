@@ -141,6 +141,8 @@ def test_position_options_come_through(tmp_path: Path) -> None:
     path = tmp_path / "saved.toml"
     path.write_text(io.to_toml(config))
     assert load(path) == config
+    none = dict.fromkeys(("scaling", "factor", "original_length"))
+    assert load(path, {"model.position_options": none}).model.position_options == {}, "none is the default"
     with pytest.raises(ValueError, match=r"saved.toml: model.positions = 'rotary': rotary.factor: expected at least 1"):
         load(path, {"model.position_options.factor": 0})
 

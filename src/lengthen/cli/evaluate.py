@@ -78,7 +78,7 @@ def run(arguments: Arguments) -> int:
     """Evaluate, with progress; end with a table and the verdicts."""
     from lengthen.cli import tasks
     from lengthen.cli.corpus import corpus_of, split_of
-    from lengthen.evaluation import evaluate, protocol, verdicts
+    from lengthen.evaluation import evaluate, protocol
     from lengthen.interop.subjects import open_model
     from lengthen.training.parallel import pick_device
 
@@ -124,9 +124,19 @@ def run(arguments: Arguments) -> int:
         )
     print(describe(subject, results, corpus))
     print()
-    for name, verdict in verdicts(results).items():
-        print(f"{name}: {verdict}")
+    print("\n".join(judged(results)))
     return 0
+
+
+def judged(results: list[Result]) -> list[str]:
+    """Return the verdict under each protocol, or why there is none, a line each."""
+    from lengthen.evaluation.verdict import grouped, verdicts
+
+    found, base = verdicts(results), results[0].train_length
+    measured = {name: base in (one.length for one in group) for name, group in grouped(results).items()}
+    why = {True: "not finite", False: "not measured; add it to --lengths"}
+    none = f"no verdict, as perplexity at the training length of {base:,} is"
+    return [f"{name}: {found.get(name) or f'{none} {why[there]}'}" for name, there in measured.items()]
 
 
 def _usual(base: int, corpus: Corpus, split: str, arguments: Arguments) -> list[int]:

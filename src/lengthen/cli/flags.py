@@ -48,8 +48,16 @@ def take(words: Sequence[str], prefix: str) -> tuple[dict[str, Any], list[str]]:
             continue
         if not queue or queue[0].startswith("--"):
             raise ValueError(f"{word}: expected a value, got none")
-        taken[word.removeprefix(prefix)] = literal(queue.pop(0))
+        taken[word.removeprefix(prefix)] = _read_as_it_looks(queue.pop(0))
     return taken, rest
+
+
+def _read_as_it_looks(text: str) -> Any:
+    """Return a word whose type no field says: none, true or false, a number, a list with commas, or a text."""
+    if text.lower() in ("none", "true", "false"):
+        return read(text, bool | None)
+    value = literal(text)
+    return [literal(part.strip()) for part in text.split(",")] if isinstance(value, str) and "," in value else value
 
 
 def parse_with_positions(kind: type[T], words: Sequence[str], verb: str, description: str) -> T:

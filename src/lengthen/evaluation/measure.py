@@ -176,12 +176,10 @@ def measure(
     precision: torch.dtype | None = None,
     tell: Tell = lambda done, total: None,
     partial: Path | None = None,
-    name: object = None,
 ) -> Tally:
     """Score stretches of a text, as `score` does.
 
-    `partial` is a file where the tally is kept every few seconds; a call with the same `name`, of JSON's types, resumes
-    from it.
+    `partial` is a file where the tally is kept every few seconds; the same call with the same file resumes from it.
     """
     total = sum(count for _, count in stretches)
     if total < 1:
@@ -192,7 +190,7 @@ def measure(
         raise ValueError(
             f"protocol: expected nonoverlapping or sliding for an encoder, which sees both ways, got {how}"
         )
-    tally, shift = _begun(partial, name, len(tokens.documents) - 1), 0 if task.hide else 1
+    tally, shift = _begun(partial, len(tokens.documents) - 1), 0 if task.hide else 1
     peak, began = Peak(device_of(model)), time.perf_counter()
     before, saved = tally.seconds, began
     rest = itertools.islice(how.readings(stretches), tally.windows, None)
@@ -205,7 +203,7 @@ def measure(
         tell(tally.read, total)
         if partial is not None and now - saved > SAVE_SECONDS:
             saved = now
-            kept = {"name": name, **{key: _plain(value) for key, value in asdict(tally).items()}}
+            kept = {key: _plain(value) for key, value in asdict(tally).items()}
             io.write_lines(partial, [kept])  # a line has its checksum
     tally.peak = peak.bytes()
     if partial is not None:
@@ -213,28 +211,28 @@ def measure(
     return tally
 
 
-def unigram_loss(tokens: Tokens, vocab_size: int, stretches: list[Stretch]) -> float:
-    """Return the mean loss of the stretches' targets under the text's own unigram distribution, in nats.
+def unigram_loss(tokens: Tokens, task: Task, vocab_size: int, stretches: list[Stretch]) -> float:
+    """Return the mean loss of what is scored of the stretches under the text's own unigram distribution, in nats.
 
     It is what predicting every token from its frequency alone would give: a model that is not better has learned
     nothing. Of a long text the first part is counted, as far as the stretches go at least.
     """
     asked, counted = (np.zeros(vocab_size, dtype=np.int64) for _ in range(2))
     for start, count in stretches:
-        for begin in range(start + 1, start + count + 1, READ):
-            asked += np.bincount(tokens.read(begin, min(begin + READ, start + count + 1)), minlength=vocab_size)
+        for begin in range(start, start + count, READ):
+            _, targets, _ = task.batch([Reading(begin, min(begin + READ, start + count), 0)])
+            asked += np.bincount(targets[targets != IGNORED].numpy(), minlength=vocab_size)
     until = min(len(tokens), max(UNIGRAM_TOKENS, *(start + count + 1 for start, count in stretches)))
     for begin in range(0, until, READ):
         counted += np.bincount(tokens.read(begin, min(begin + READ, until)), minlength=vocab_size)
-    seen = asked > 0
-    return float((asked[seen] * np.log(counted.sum() / counted[seen])).sum() / asked.sum())
+    seen, total = asked > 0, int(asked.sum())
+    return float((asked[seen] * np.log(counted.sum() / counted[seen])).sum()) / total if total else math.nan
 
 
 @dataclass(frozen=True)
 class _Kept:
     """A tally on its way, as a file has it."""
 
-    name: Any
     losses: list[float]
     counts: list[int]
     segment_losses: list[float]
@@ -249,16 +247,15 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def _begun(path: Path | None, name: object, documents: int) -> Tally:
-    """Return the tally that an earlier call left under this name, of a text with as many documents; or a new one."""
+def _begun(path: Path | None, documents: int) -> Tally:
+    """Return the tally that an earlier call left, of a text with as many documents; or a new one."""
     try:
         kept = None if path is None else next(io.read_lines(path, _Kept), None)
     except (FileNotFoundError, TypeError, ValueError):
         kept = None
-    if kept is None or kept.name != name or (len(kept.losses), len(kept.segment_losses)) != (documents, SEGMENTS):
+    if kept is None or (len(kept.losses), len(kept.segment_losses)) != (documents, SEGMENTS):
         return Tally(np.zeros(documents), np.zeros(documents, dtype=np.int64))
     values: dict[str, Any] = {
         key: np.array(value) if isinstance(value, list) else value for key, value in vars(kept).items()
     }
-    del values["name"]
     return Tally(**values)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,26 @@ def read(folder: Path) -> dict[str, Result]:
         result = io.build(Result, values, f"{path}, line {number}")
         found[result.key] = result
     return found
+
+
+@contextmanager
+def alone(folder: Path, key: str, waits: Callable[[], None] = lambda: None) -> Iterator[Path]:
+    """Hold a measurement, by its key, against other processes, and give the path of a file for what is done of it.
+
+    A process that comes second calls `waits`, and waits until the first is done or dead: the result may be there then.
+    """
+    name = f".measuring-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    lock = folder / f"{name}.lock"
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waits()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield folder / f"{name}.json"
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def append(folder: Path, result: Result) -> None:

@@ -111,7 +111,7 @@ def evaluate(
     text, task = corpus[split], scoring(subject.config, corpus, split)
     limit, device = targets_for(text, chosen, tokens), device_of(subject.model)
     dtype = precision_named(precision, device)
-    known = {} if again else results.read(subject.folder)
+    known = dict if again else functools.partial(results.read, subject.folder)
     found = []
     for one in chosen:
         stretches = one.stretches(text, limit)
@@ -129,13 +129,17 @@ def evaluate(
             targets=sum(count for _, count in stretches),
             precision=precision_of(subject.model, dtype),
         )
-        result = known.get(measured.key)
+        result = known().get(measured.key)
         if result is None:
-            partial = subject.folder / ".evaluation.partial.json"
             told = functools.partial(tell, one)
-            tally = measure(subject.model, text, task, one, stretches, dtype, told, partial, measured.key)
-            result = _result(measured, subject, corpus, tally, text, unigram_loss(text, corpus.vocab_size, stretches))
-            results.append(subject.folder, result)
+            waits = functools.partial(told, 0, measured.targets)
+            with results.alone(subject.folder, measured.key, waits) as partial:
+                result = known().get(measured.key)  # from another process
+                if result is None:
+                    tally = measure(subject.model, text, task, one, stretches, dtype, told, partial)
+                    unigram = unigram_loss(text, task, corpus.vocab_size, stretches)
+                    result = _result(measured, subject, corpus, tally, text, unigram)
+                    results.append(subject.folder, result)
         found.append(result)
     return found
 

@@ -1,9 +1,9 @@
 """How far a model extrapolates, from its perplexities at several lengths under one protocol.
 
 It holds to N tokens if no length from the training length up to N has a perplexity more than 2 % above that at the
-training length. Differences are paired over the same tokens and given with their standard errors. A model whose
-perplexity at the training length is not below that of the text's unigram distribution may be flat at any length, but
-has learned nothing.
+training length. If that was not measured, there is no verdict. Differences are paired over the same tokens and given
+with their standard errors. A model whose perplexity at the training length is not below that of the text's unigram
+distribution may be flat at any length, but has learned nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Point(Protocol):
 class Verdict(Generic[P]):
     """How far a model holds under one protocol."""
 
-    reference: P  # at the training length, or the nearest there is
+    reference: P  # at the training length
     length: int  # the longest that holds
     longest: int  # that was measured
     train_length: int
@@ -91,14 +91,14 @@ class Verdict(Generic[P]):
 
 
 def judge(points: Sequence[P], train_length: int) -> Verdict[P] | None:
-    """Return the verdict over measurements of the same tokens under one protocol; None without a finite loss."""
+    """Return the verdict over measurements of the same tokens under one protocol.
+
+    None if that at the training length is not there, or not finite.
+    """
     points = sorted(points, key=lambda one: one.length)
-    finite = [one for one in points if one.loss is not None and math.isfinite(one.loss)]
-    if not finite:
+    reference = next((one for one in points if one.length == train_length), None)
+    if reference is None or reference.loss is None or not math.isfinite(reference.loss):
         return None
-    reference = max(
-        (one for one in finite if one.length <= train_length), key=lambda one: one.length, default=finite[0]
-    )
     longer = [one for one in points if one.length > reference.length]
     holds, at, change = reference.length, reference.length, None
     for one in longer:
@@ -133,7 +133,7 @@ def changes(results: Sequence[Result]) -> dict[str, str]:
 
 
 def verdicts(results: Sequence[Result]) -> dict[str, Verdict[Result]]:
-    """Return the verdict under each protocol."""
+    """Return the verdict under each protocol, where there is one."""
     judged = {name: judge(group, group[0].train_length) for name, group in grouped(results).items()}
     return {name: verdict for name, verdict in judged.items() if verdict is not None}
 
@@ -141,8 +141,11 @@ def verdicts(results: Sequence[Result]) -> dict[str, Verdict[Result]]:
 def grouped(results: Sequence[Result]) -> dict[str, list[Result]]:
     """Return the results under each protocol, by its name and what else makes it another."""
     groups: dict[str, list[Result]] = {}
+    sliding = [one for one in results if one.protocol == "sliding"]
+    given = {one.stride for one in sliding if 2 * one.stride != one.length}  # others are half the length, as by default
     for one in results:
         words = [one.protocol, *([] if one.block is None else [f"{one.block:,}"])]
+        words += [f"stride {one.stride:,}"] if one in sliding and one.stride in given else []
         words += [] if one.per_document is None else [f"first {one.per_document:,} of each document"]
         groups.setdefault(", ".join(words), []).append(one)
     return groups

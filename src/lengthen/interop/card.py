@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from typing import Any
+
 from lengthen import __version__
 from lengthen.evaluation import Protocol, Result, Subject, verdicts
 from lengthen.evaluation.verdict import changes
@@ -32,12 +35,12 @@ def card(subject: Subject, architecture: Architecture, measured: list[Result], n
 
 
 def _measured(found: list[Result]) -> list[str]:
-    """Return tables, one for each text, and the verdicts."""
-    parts = []
-    for key in sorted({(one.data, one.split) for one in found}):
-        here = sorted(
-            (one for one in found if (one.data, one.split) == key), key=lambda one: (one.protocol, one.length)
-        )
+    """Return tables, one for the same tokens in the same precision, and the verdicts."""
+    parts, tables = [], defaultdict[tuple[Any, ...], list[Result]](list)
+    for one in found:
+        tables[one.data, one.split, one.document_mask, one.targets, one.precision].append(one)
+    for _, several in sorted(tables.items()):
+        here = sorted(several, key=lambda one: (one.protocol, one.length))
         change = changes(here)
         rows = [
             "| tokens at once | × trained | protocol | perplexity | change | bits/byte |",

@@ -73,7 +73,9 @@ def export(
     with _folder(target) as partial:
         _write_model(subject.model, chosen, partial, *_endings(subject.checkpoint.path, tokenizer))
         notes = _write_tokenizer(tokenizer, subject, partial)
-        known = [one for one in results.read(subject.folder).values() if one.weights == subject.weights]
+        model = (subject.weights, subject.model.config.position_options)
+        measured = results.read(subject.folder).values()
+        known = [one for one in measured if (one.weights, one.position_options) == model]
         io.write_text(partial / "README.md", card(subject, chosen, known, target.name))
     return Exported(target, chosen.name, reasons, notes)
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lengthen.config import ModelConfig
+from lengthen.config import STRETCHES, ModelConfig
 from lengthen.interop.asked import REQUIRED, Asked
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
@@ -59,7 +59,7 @@ def read(asked: Asked, head_dim: int, longest: int, partial: float | None, over:
     if "scaling" not in over:
         rope.finish(("original_max_position_embeddings",) if kind in ("default", "linear", "dynamic") else ())
         options |= found
-    elif over["scaling"] in ("yarn", "llama3", "dynamic") and "original_length" in found:
+    elif over["scaling"] in STRETCHES and "original_length" in found:
         options["original_length"] = found["original_length"]
     return options
 

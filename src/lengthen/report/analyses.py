@@ -24,6 +24,7 @@ class Analysis:
     rows: list[Table]
     positions: str | None = None
     checkpoint: str | None = None
+    weights: str | None = None  # the sha256 of the model's file
     data: str | None = None
     device: str | None = None
     precision: str | None = None

@@ -209,7 +209,7 @@ def _analysed(report: Report, tints: dict[str, int], kind: str, x: str, y: str, 
 def _asked(report: Report, tints: dict[str, int], task: str) -> list[Row]:
     found = []
     for run in report.runs:
-        for one in newest([one for one in run.tasks if one.task == task]):
+        for one in newest([one for one in run.tasks if one.task == task], run.weights):
             right, count = sum(one.right), sum(one.counts)
             value, bar = right / count, binomial_error(right / count, count)
             tip = {"length": f"{one.length:,}", "fraction right": shown(value), "standard error": shown(bar)}
@@ -224,7 +224,7 @@ def _depths(report: Report, task: str, width: Any) -> list[Any]:
     """Return a panel per run and way of reading: lengths across, depths down, of a task that has depths."""
     cells: dict[str, list[Row]] = {}
     for run in report.runs:
-        for one in newest([one for one in run.tasks if one.task == task and None not in one.depths]):
+        for one in newest([one for one in run.tasks if one.task == task and None not in one.depths], run.weights):
             title = " · ".join(filter(None, (run.label, one.how(run.model))))
             for depth, right, count in zip(one.depths, one.right, one.counts, strict=True):
                 tip = {"length": one.length, "depth": f"{depth:g}", "samples": count, "right": right}

@@ -15,7 +15,7 @@ import datetime
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -49,6 +49,7 @@ class Measurement:
     tokens: int | None = None
     documents: int | None = None
     per_document: int | None = None
+    targets: int | None = None  # tokens that were come to
     document_mask: bool | None = None
     precision: str | None = None
     position_options: Table = field(default_factory=dict)
@@ -75,7 +76,13 @@ class Measurement:
     def curve(self) -> tuple[Any, ...]:
         """What two measurements of one curve have in common."""
         options = tuple(sorted((name, str(value)) for name, value in self.position_options.items()))
-        return (self.data, self.split, self.protocol, self.how, options, self.precision, self.document_mask)
+        return (*self.text, self.protocol, self.how, options, self.precision)
+
+    @property
+    def text(self) -> tuple[Any, ...]:
+        """What two measurements of the same tokens have in common."""
+        much = self.tokens if self.targets is None else self.targets
+        return (self.data, self.split, self.document_mask, much)
 
     @property
     def how(self) -> str:
@@ -105,6 +112,12 @@ class Run:
     tasks: list[Asked] = field(default_factory=list)  # what was asked, and how much of it was right
     weights: frozenset[str] = frozenset()  # the sha256 of the model's file of each checkpoint that is there
 
+    @property
+    def stale(self) -> list[str]:
+        """The analyses of a model that is not there any more, and of which no curve is drawn either."""
+        shown = {None, *self.weights, *(curve.first.weights for curve in _curves(self, False))}
+        return [kind for kind, one in self.analyses.items() if one.weights not in shown]
+
     def rows(self, kind: str) -> list[Table]:
         """Return the rows of one analysis, none if it was not made."""
         return self.analyses[kind].rows if kind in self.analyses else []
@@ -126,9 +139,9 @@ class Curve:
     @property
     def reference(self) -> Measurement | None:
         """The measurement at the training length: this curve's own, or without overlap where this curve has none."""
-        text = (self.first.data, self.first.split, self.first.checkpoint, self.first.weights)
+        model = (*self.first.text, self.first.checkpoint, self.first.weights, self.first.per_document)
         plain = [one for one in self.run.evaluations if one.protocol == "nonoverlapping"]
-        others = [one for one in plain if (one.data, one.split, one.checkpoint, one.weights) == text]
+        others = [one for one in plain if (*one.text, one.checkpoint, one.weights, one.per_document) == model]
         return next((one for one in self.records + others if one.length == self.run.train_length), None)
 
     @cached_property
@@ -157,7 +170,7 @@ class Report:
 
     @property
     def curves(self) -> list[Curve]:
-        """One curve per run and protocol, of the newest checkpoint that was measured so."""
+        """One curve per run and protocol, of the newest checkpoint that was measured so, and is there if any is."""
         return [curve for run in self.runs for curve in _curves(run, len(self.texts) > 1)]
 
 
@@ -175,7 +188,11 @@ def collect(paths: Iterable[str | Path]) -> Report:
     runs = [run for run in found.values() if run is not None]
     if not runs:
         raise ValueError("; ".join(["runs: expected a folder with measurements, got none", *notes]))
-    return Report(_labelled(runs), notes)
+    for run in runs:
+        notes += [
+            f"{run.path}: {kind}, which is of other weights; `lengthen analyse RUN` makes it" for kind in run.stale
+        ]
+    return Report(_labelled([_without(run, run.stale) for run in runs]), notes)
 
 
 def paired(one: Measurement, other: Measurement) -> Difference | None:
@@ -222,6 +239,10 @@ def _run(word: str) -> Run | None:
     return Run(word, positions, train_length, "", model, records, analyses, date, tasks, _weights(folder))
 
 
+def _without(run: Run, kinds: Sequence[str]) -> Run:
+    return replace(run, analyses={kind: one for kind, one in run.analyses.items() if kind not in kinds})
+
+
 def _weights(folder: Path) -> frozenset[str]:
     """Return the sha256 of the model's file of each checkpoint of a run."""
     lines = "".join(path.read_text(errors="replace") for path in folder.glob("checkpoints/step-*/SHA256SUMS"))
@@ -244,17 +265,35 @@ def _labelled(runs: Sequence[Run]) -> list[Run]:
     return labelled
 
 
-def _curves(run: Run, several: bool) -> Iterator[Curve]:
+def _curves(run: Run, several: bool) -> list[Curve]:
     groups: dict[tuple[Any, ...], list[Measurement]] = {}
-    for one in run.evaluations:
+    for one in [one for one in run.evaluations if one.weights in run.weights] or run.evaluations:
         groups.setdefault(one.curve, []).append(one)
+    found = []
     for group in sorted(groups.values(), key=lambda group: [*PROTOCOLS, group[0].protocol].index(group[0].protocol)):
-        # Those of a checkpoint that is there; of the latest step; of one step's, those of the weights measured last.
-        last = max(reversed(group), key=lambda one: (one.weights in run.weights, one.step or 0))
+        # Those of the latest step; of one step's, those of the weights measured last.
+        last = max(reversed(group), key=lambda one: one.step or 0)
         newest = [one for one in group if (one.checkpoint, one.weights) == (last.checkpoint, last.weights)]
-        records = sorted(newest, key=lambda one: one.length)
         changed = ", ".join(changed_options(last.position_options, run.model))
         words = [run.label, *([changed] if changed else [])]
         words += [last.how] if last.how != "nonoverlapping" else []
         words += [f"{last.split} of {str(last.data)[:8]}"] if several else []
-        yield Curve(run, " · ".join(words), records)
+        found.append(Curve(run, " · ".join(words), sorted(newest, key=lambda one: one.length)))
+    for facet in (_precision, _tokens):  # where names are the same, what tells them apart
+        said: dict[str, set[str]] = {}
+        for curve in found:
+            said.setdefault(curve.label, set()).add(facet(curve.first))
+        differ = {label for label, facets in said.items() if len(facets) > 1}
+        found = [
+            replace(curve, label=f"{curve.label} · {facet(curve.first)}") if curve.label in differ else curve
+            for curve in found
+        ]
+    return found
+
+
+def _precision(one: Measurement) -> str:
+    return f"{one.precision}{', document mask' if one.document_mask else ''}"
+
+
+def _tokens(one: Measurement) -> str:
+    return f"{one.text[-1]:,} tokens" if one.text[-1] is not None else "n.a."

@@ -10,9 +10,11 @@ from lengthen.evaluation.verdict import Verdict
 from lengthen.report import papers
 from lengthen.report.analyses import KINDS
 from lengthen.report.charts import Figure, shown
-from lengthen.report.collect import Curve, Measurement, Report, paired
+from lengthen.report.collect import Curve, Measurement, Report, finite, paired
 from lengthen.report.tables import rows
 from lengthen.report.words import ABOUT, HOW, OTHER_TEXTS, PROTOCOLS, READING
+
+NOTHING = "but it has learned nothing: tokens’ frequencies alone predict as well"
 
 
 def body(report: Report, found: Mapping[str, Sequence[Figure]]) -> str:
@@ -63,7 +65,8 @@ def verdict(curves: Sequence[Curve]) -> str:
     for curve in others:
         name = curve.label.removeprefix(curve.run.label).strip(" ·")
         fails = first.verdict is not None and not first.verdict.holds
-        if fails and curve.verdict is not None and curve.verdict.holds:
+        same = curve.first.text == first.first.text
+        if fails and same and curve.verdict is not None and curve.verdict.holds:
             words.append(f"{name} rescues it, to {_times(curve.verdict)} ({shown(curve.records[-1].perplexity)})")
         else:
             words.append(f"{name} {_holds(curve)}")
@@ -72,11 +75,14 @@ def verdict(curves: Sequence[Curve]) -> str:
 
 def _holds(curve: Curve) -> str:
     last, found = curve.records[-1], curve.verdict
-    if found is None:
+    if all(finite(one.loss) is None for one in curve.records):
         return "has no finite loss"
-    nothing = "" if found.learned else ", but it has learned nothing: tokens’ frequencies alone predict as well"
+    nothing = "" if found is None or found.learned else f", {NOTHING}"
     if len(curve.records) == 1:
         return f"was measured at {last.length:,} tokens alone: perplexity {shown(last.perplexity)}{nothing}"
+    if found is None:
+        problem = "has no finite loss" if curve.reference else "was not measured"
+        return f"{problem} at its training length of {curve.run.train_length:,}"
     how = "holds to" if found.holds else "fails past"
     start = f"perplexity {shown(found.reference.perplexity)} at {found.reference.length:,}"
     return f"{how} {_times(found)} ({start}, {found.change} at {found.at:,}){nothing}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,10 @@ class Asked:
             raise ValueError("right: expected at most as many as counts has")
 
     @property
-    def point(self) -> tuple[Any, ...]:
-        """What two lines for one point of a figure have in common."""
+    def curve(self) -> tuple[Any, ...]:
+        """What the lines for one curve of a figure have in common."""
         options = tuple(sorted((name, str(value)) for name, value in self.position_options.items()))
-        return (self.task, self.protocol, self.block, options, self.length)
+        return (self.task, self.protocol, self.block, options)
 
     def how(self, model: Table) -> str:
         """Return how it was read, where that is not as trained: under a mask, with other options of the method."""
@@ -81,6 +81,13 @@ def read_tasks(path: Path) -> list[Asked]:
     return [known(Asked, line, f"{path}, line {number}") for number, line in lines if line.get("kind") == "task"]
 
 
-def newest(found: list[Asked]) -> list[Asked]:
-    """Return the last line for each point, by length."""
-    return sorted({one.point: one for one in found}.values(), key=lambda one: one.length)
+def newest(found: list[Asked], there: Collection[str | None] = ()) -> list[Asked]:
+    """Return the last line for each point, by length; of a curve, those of one model: of one that is there, if any."""
+    curves: dict[tuple[Any, ...], list[Asked]] = {}
+    for one in found:
+        curves.setdefault(one.curve, []).append(one)
+    points: dict[tuple[Any, ...], Asked] = {}
+    for group in curves.values():
+        last = max(reversed(group), key=lambda one: one.weights in there)
+        points |= {(one.curve, one.length): one for one in group if one.weights == last.weights}
+    return sorted(points.values(), key=lambda one: one.length)

@@ -62,16 +62,16 @@ class Watcher:
 
 
 class TensorBoard(Watcher):
-    """Writes loss, lr, grad_norm and tokens/s for TensorBoard."""
+    """Writes loss, lr, grad_norm and tokens/s for TensorBoard, which then hides what it had of steps after `step`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, step: int = 0) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ImportError(
                 "log.tensorboard: expected the tensorboard package, got none; pip install tensorboard"
             ) from None
-        self.writer = SummaryWriter(str(folder))
+        self.writer = SummaryWriter(str(folder), purge_step=step and step + 1)
 
     def stepped(self, record: Record) -> None:
         """Write the step's numbers."""

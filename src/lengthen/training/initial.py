@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lengthen.config import ModelConfig, differences
+from lengthen.config import STRETCHES, ModelConfig, differences
 from lengthen.data.checksums import sha256_of
 from lengthen.model import Transformer
 from lengthen.model.weights import FILE, TensorFile, opened, read_config
@@ -48,8 +48,9 @@ def begin(model: Transformer, path: Path) -> list[str]:
         old, new = read_config(file), model.config
         weights = model.state_dict()
         places = _carried(old, new, file)
-        file.refuse_others(weights, but=METHOD)
         _refuse_unlike(file.path, old, new)
+        _refuse_open_length(file.path, old, new)
+        file.refuse_others(weights, but=METHOD)
         taken = {}
         for name, weight in weights.items():
             source = places.get(name, name)
@@ -83,8 +84,18 @@ def _parts(config: ModelConfig) -> dict[str, str]:
 
 
 def _refuse_unlike(path: Path, old: ModelConfig, new: ModelConfig) -> None:
-    """Refuse a model that has tensors of the same names and shapes and does something else with them."""
+    """Refuse a model that is of another shape, or does something else with tensors of the same shape."""
     found = [change for change in differences(old, new) if change.partition(":")[0] not in FREE]
     if found:
         more = "more than length and positions"
         raise ValueError(f"--init: {path} is of a model that differs in {more}: model.{'; model.'.join(found)}")
+
+
+def _refuse_open_length(path: Path, old: ModelConfig, new: ModelConfig) -> None:
+    """Refuse to guess what length a scaling stretches: by default it is the training length, which is another now."""
+    options, here, there = new.position_options, new.train_length, old.train_length
+    if options.get("scaling") in STRETCHES and "original_length" not in options and here != there:
+        raise ValueError(
+            f"--init: model.position_options.original_length: expected the length that {options['scaling']} "
+            f"stretches, as {path} was trained at {there:,} tokens and model.train_length is {here:,}, got none"
+        )

@@ -183,7 +183,7 @@ class _Run:
         own = self.resumed is not None and self.resumed.path.resolve().parent == self.folder.resolve()
         self.log = Log(self.out / "metrics.jsonl", after=self.step if own else -1)
         if self.config.log.tensorboard:
-            self.watchers = (*self.watchers, TensorBoard(self.out / "tensorboard"))
+            self.watchers = (*self.watchers, TensorBoard(self.out / "tensorboard", self.step))
 
     def go(self) -> Outcome:
         """Run the remaining steps."""

@@ -9,6 +9,7 @@ places.)
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
@@ -20,6 +21,7 @@ from lengthen.attention import Mask
 from lengthen.checks import choice, whole_number
 from lengthen.data import Corpus
 from lengthen.evaluation.protocols import Protocol, protocol
+from lengthen.evaluation.results import alone
 from lengthen.evaluation.runs import Subject, refuse_other_tokens
 from lengthen.evaluation.tasks import results
 from lengthen.evaluation.tasks.registry import TASKS
@@ -88,7 +90,7 @@ def evaluate(
     refuse_other_tokens(subject, corpus)
     text, device = Haystack.of(corpus, split), device_of(subject.model)
     dtype = precision_named(precision, device)
-    known = {} if again else results.read(subject.folder)
+    known = dict if again else functools.partial(results.read, subject.folder)
     found = []
     for name in tasks:
         task = TASKS[choice("task", name, tuple(TASKS))]
@@ -108,11 +110,14 @@ def evaluate(
                 seed=seed,
                 precision=precision_of(subject.model, dtype),
             )
-            result = known.get(asked.key)
+            result = known().get(asked.key)
             if result is None:
-                made = task.samples(text, length, depths, samples, seed)
-                result = _result(asked, subject, corpus, made, one, dtype, tell)
-                results.append(subject.folder, result)
+                with alone(subject.folder, asked.key):
+                    result = known().get(asked.key)  # from another process
+                    if result is None:
+                        made = task.samples(text, length, depths, samples, seed)
+                        result = _result(asked, subject, corpus, made, one, dtype, tell)
+                        results.append(subject.folder, result)
             found.append(result)
     return found
 
