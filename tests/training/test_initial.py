@@ -95,7 +95,7 @@ def test_stopped_it_goes_on_and_does_not_begin_again(corpus: Corpus, make: Make,
             {"model__positions": "t5"},
             {"model__positions": "learned", "model__train_length": 32},  # a table of the same shape as T5's, and no kin
             [
-                "method.weight of t5: dropped, as learned has no place for it",
+                "method.weight of t5: dropped, as the new learned does not begin with it",
                 "method.weight of learned: initialised, .*",
             ],
         ),
@@ -107,7 +107,7 @@ def test_stopped_it_goes_on_and_does_not_begin_again(corpus: Corpus, make: Make,
         (
             {"model__positions": "kerple"},
             {},
-            [f"method.raw_r{n} of kerple: dropped, as alibi has no place for it" for n in (1, 2)],
+            [f"method.raw_r{n} of kerple: dropped, as the new alibi does not begin with it" for n in (1, 2)],
         ),
     ],
     ids=range(8),
@@ -134,6 +134,28 @@ def test_what_a_method_learned_stays_when_another_joins_it_or_leaves(make: Make,
     joined, alone, said = begun(make, tmp_path / "b.safetensors", together, **LEARNED)
     assert torch.equal(joined.state_dict()["method.methods.1.log_slopes"], alone.state_dict()["method.log_slopes"])
     assert not [line for line in said if "method." in line]
+
+
+def test_slopes_that_are_given_are_those_that_it_begins_with(make: Make, tmp_path: Path) -> None:
+    given = {**LEARNED, "model__position_options": {"learned": True, "slopes": [0.75, 0.125]}}
+    _, after, said = begun(make, tmp_path / "a.safetensors", LEARNED, **given)
+    torch.testing.assert_close(after.state_dict()["method.log_slopes"].exp(), torch.tensor([0.75, 0.125]))
+    assert [line.split(", as ")[0] for line in said[1:]] == [
+        "--init: method.log_slopes of alibi: dropped",
+        "--init: method.log_slopes of alibi: initialised",
+    ]
+
+
+def test_a_run_stands_for_its_last_checkpoint(corpus: Corpus, make: Make, alone: World, tmp_path: Path) -> None:
+    first = train(make(), corpus, tmp_path / "first", alone).checkpoint
+    outcome = train(make(train__steps=1), corpus, tmp_path / "second", alone, init=tmp_path / "first")
+    state = open_checkpoint(outcome.checkpoint).state
+    assert state.init is not None
+    assert state.init.path == str(first)
+    with pytest.raises(
+        FileNotFoundError, match=r"--init: expected a run, a checkpoint or a model's file, got .*nothing"
+    ):
+        train(make(), corpus, tmp_path / "third", alone, init=tmp_path / "nothing")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +189,9 @@ def test_what_does_not_fit_is_refused_by_name(
 
 
 def test_what_is_no_model_is_refused(corpus: Corpus, make: Make, alone: World, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"--init: expected a checkpoint or a model's file, got .*nowhere"):
+    with pytest.raises(
+        FileNotFoundError, match=r"--init: expected a run, a checkpoint or a model's file, got .*nowhere"
+    ):
         train(make(), corpus, tmp_path / "new", alone, init=tmp_path / "nowhere")
     first = train(make(), corpus, tmp_path / "first", alone).checkpoint
     flip(first / "model.safetensors")

@@ -3,7 +3,7 @@
   lengthen train tiny                                       # the default corpus: Python's own standard library
   lengthen train configs/small.toml --data data/books --out runs/books
   lengthen train tiny --model.positions rotary --train.steps 500 --out runs/rotary
-  lengthen train tiny --init runs/tiny/checkpoints/step-00002000 --model.train_length 256 --out runs/longer
+  lengthen train tiny --init runs/tiny --model.train_length 256 --out runs/longer
   torchrun --nproc-per-node 8 -m lengthen train configs/xl.toml --data data/books
 
 Any key of the file can be given as --section.key VALUE; --model.position_options.NAME VALUE is an option of the
@@ -56,7 +56,7 @@ class Arguments:
     data: Path | None = None  # token shards from `lengthen prepare`; without it, the default corpus
     out: Path | None = None  # the run's folder; none: runs/NAME of the config
     resume: str = "auto"  # from the last whole checkpoint in --out; never; step-15 in --out; or a checkpoint's path
-    init: Path | None = None  # begin with the weights of a checkpoint or a model's file, at step 0
+    init: Path | None = None  # begin with the weights of a run, a checkpoint or a model's file, at step 0
     device: str | None = None  # cpu, cuda or cuda:1; none: cuda where there is one
     tensorboard: bool = False  # the same as --log.tensorboard true
     plain: bool = False  # plain lines, even on a terminal

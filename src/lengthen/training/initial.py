@@ -1,13 +1,16 @@
 """Start a run from the weights of another (`--init`): new optimizer, step 0, perhaps another position method.
 
 What the two methods learn may differ, and only that: a tensor that the new method does not have is dropped, one that
-the old did not have is initialised, and both are reported. Everything else must fit, by name and shape, and the models
-must be alike in what no tensor shows (heads, norms, activations).
+the old did not have, or that the new options give another start, is initialised, and both are reported. Everything else
+must fit, by name and shape, and the models must be alike in what no tensor shows (heads, norms, activations).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from lengthen.config import STRETCHES, ModelConfig, differences
 from lengthen.data.checksums import sha256_of
@@ -21,13 +24,21 @@ METHOD = "method."  # what a position method learns stands below this name
 FREE = ("train_length", "positions", "position_options", "dropout", "activation_dropout")
 
 
+def located(path: Path) -> Path:
+    """Return the checkpoint or model file that a path names: of a run's folder its last checkpoint."""
+    found = None if (path / FILE).is_file() else checkpoints.last(path / "checkpoints")
+    return path if found is None else found.path
+
+
 def identified(path: Path) -> Init:
     """Return which file a run begins with, verified if it is a checkpoint's."""
     if (path / checkpoints.STATE).is_file():
         return Init(str(path.resolve()), checkpoints.open_checkpoint(path).weights)
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
-        raise FileNotFoundError(f"--init: expected a checkpoint or a model's file, got {path}, where there is none")
+        raise FileNotFoundError(
+            f"--init: expected a run, a checkpoint or a model's file, got {path}, where there is none"
+        )
     return Init(str(path.resolve()), sha256_of(file))
 
 
@@ -61,20 +72,33 @@ def begin(model: Transformer, path: Path) -> list[str]:
         dropped = [f"{name} of {old.positions}" for name in file.names if name not in taken]
         begun = [f"{name} of {new.positions}" for name in weights if name not in taken.values()]
     lines = [f"--init: {change}" for change in differences(old, new, "model.")]
-    lines += [f"--init: {what}: dropped, as {new.positions} has no place for it" for what in dropped]
+    lines += [f"--init: {what}: dropped, as the new {new.positions} does not begin with it" for what in dropped]
     return lines + [f"--init: {what}: initialised, as {file.path} has none that fits" for what in begun]
 
 
 def _carried(old: ModelConfig, new: ModelConfig, file: TensorFile) -> dict[str, str]:
     """Return where the tensors that both models' methods have stand in the file, by their names in the new model."""
     before, after = _parts(old), _parts(new)
-    return {
+    carried = {
         place + name.removeprefix(before[method]): name
         for method, place in after.items()
         if method in before
         for name in file.names
         if name.startswith(before[method])
     }
+    first, then = _starts(old), _starts(new)
+    return {name: source for name, source in carried.items() if _alike(first.get(source), then.get(name))}
+
+
+def _starts(config: ModelConfig) -> dict[str, Tensor]:
+    """Return what a model's position method learns, as it is initialised."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return {METHOD + name: value for name, value in config.position_method().state_dict().items()}
+
+
+def _alike(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and torch.equal(one, other)
 
 
 def _parts(config: ModelConfig) -> dict[str, str]:

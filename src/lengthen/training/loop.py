@@ -63,7 +63,7 @@ def train(
         resume: "auto" resumes from the last whole checkpoint in `out`, "never" refuses a folder that has one, "step-15"
             resumes from that checkpoint in `out`, a path from that checkpoint into an `out` that has none.
         watchers: told of every step, on the first process.
-        init: a checkpoint or a model's file, whose weights the run begins with at step 0 (see initial.py).
+        init: a run, a checkpoint or a model's file, whose weights the run begins with at step 0 (see initial.py).
         force: start even if the estimate says that memory is too small.
     """
     for name, value, kind in (("config", config, Config), ("corpus", corpus, Corpus)):
@@ -75,7 +75,8 @@ def train(
         config = resolved(config, corpus)
         stack.enter_context(alone_in(Path(out), here))
         stop, told = Stop(), tuple(watchers) if here.first else ()
-        run = _Run(config, corpus, Path(out), here, resume, told, stop, None if init is None else Path(init), force)
+        begun = None if init is None else initial.located(Path(init))
+        run = _Run(config, corpus, Path(out), here, resume, told, stop, begun, force)
         stack.enter_context(stop)  # only now: before its steps a run has nothing to save, and stops at once
         try:
             return run.go()
