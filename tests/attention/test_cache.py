@@ -126,6 +126,23 @@ def test_memory_stays_where_heads_forget() -> None:
     assert pages(cache) > 50
 
 
+@pytest.mark.parametrize("mode", ["exact", "certified"])
+def test_who_reads_the_bound_at_each_step_keeps_no_more(mode: str) -> None:
+    bias = Linear(torch.tensor([2.0, 1.0, 0.5, 0.25], dtype=torch.float64))
+    q, k, v = drawn(300, batch=1)
+    found = []
+    for often in (False, True):
+        cache, kept = Cache(1, "reach", mode=mode, tolerance=1e-3, page=16), []
+        for i in range(300):
+            through(cache, *(x[:, :, i : i + 1] for x in (q, k, v)), 1, bias)
+            kept.append(cache.nbytes)
+            if often:
+                assert cache.bound < 1
+        found.append((kept, pages(cache), cache.bound))
+    assert found[0] == found[1]
+    assert pages(cache) > 0
+
+
 def test_balls_of_what_was_given_up_are_few() -> None:
     bias = Linear(torch.full((HEADS,), 2.0, dtype=torch.float64))
     q, k, v = drawn(3000, batch=1)

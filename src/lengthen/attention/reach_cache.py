@@ -82,7 +82,7 @@ class ReachLayer:
         self.exact, self.tolerance, self.highest, self.page = exact, tolerance, highest, page
         self.groups: list[Group] = []
         self.q_order = self.k_order = self.back = torch.empty(0, dtype=torch.int64)  # of heads, by group; and back
-        self.log, self.length = Log(page), 0
+        self.log, self.length, self.due = Log(page), 0, page  # due: the length at which pages are given up next
         self.unread: Tensor | None = None  # the largest weight of what was not read beside what was, as a logarithm
 
     @property
@@ -112,7 +112,7 @@ class ReachLayer:
         other = ReachLayer(self.exact, self.tolerance, self.highest, self.page)
         other.groups = [group.rows(index) for group in self.groups]
         other.q_order, other.k_order, other.back = self.q_order, self.k_order, self.back
-        other.length, other.unread = self.length, self.unread
+        other.length, other.due, other.unread = self.length, self.due, self.unread
         return other
 
     def attend(
@@ -145,10 +145,7 @@ class ReachLayer:
             self.log.add(q, lse, first)
         else:
             self._look(q, lse, first)
-        if not fits or self.log.count == self.log.size:
-            self.settle()
-            for group in self.groups:
-                group.give_up(self.page, forget, self.exact)
+        self._give_up(forget)
         return out
 
     def ordered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,10 +199,16 @@ class ReachLayer:
         self.log.count += 1
         for group in self.groups:
             group.buffer.advance()
-        if self.log.count == self.log.size:
-            self.settle()
-            for group in self.groups:
-                group.give_up(self.page, 0, self.exact)
+        self._give_up(0)
+
+    def _give_up(self, forget: int) -> None:
+        """Once per page of slots, whenever the bound was read: look at the queries, and give up what is too far."""
+        if self.length < self.due:
+            return
+        self.settle()
+        self.due = self.length + self.page
+        for group in self.groups:
+            group.give_up(self.page, forget, self.exact)
 
     @property
     def limit(self) -> float:
