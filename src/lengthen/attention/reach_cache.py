@@ -7,7 +7,8 @@ most
 
     e^(s + T(D) − ℓ)
 
-of what was read. The mode says what happens to an evicted page:
+of what was read. With a `Linear` bias only the page's own n keys are summed, e^T(D) − e^T(D + n), so that the pages
+together have no more than one tail. The mode says what happens to an evicted page:
 
     exact       it goes to host memory. Where the pages that are not read could weigh more than the tolerance together,
                 the heaviest are fetched, read and merged.
@@ -18,7 +19,8 @@ Bounds and reaches are not needed to compute an output, so queries are logged wi
 at together. What is kept is read whole.
 
 Where no |scale·q·k| can be above U, as in a model with qk_norm, ℓ ≥ −U and s ≤ U before anything is read. A head with
-slope m that keeps D = (2U − log τ − log(1 − e^−m)) / m keys then has a bound of τ, promised in advance.
+slope m that keeps D = (2U − log τ − log(1 − e^−m)) / m keys then has a bound of τ, promised in advance; where a ball
+says more than U, U is taken.
 """
 
 from __future__ import annotations
@@ -290,7 +292,7 @@ class ReachLayer:
             end, keep = at + len(members), max(members.values(), key=lambda keep: keep or 0)
             # What is not promised is measured; a head that usually reaches everything may turn out not to.
             least = keep if promised or self.tolerance == 0 else self.page
-            groups.append(Group(slice(at * each, end * each), slice(at, end), least, promised, device))
+            groups.append(Group(slice(at * each, end * each), slice(at, end), least, promised, self.highest, device))
             at = end
         self.k_order = torch.tensor(order, device=device)
         self.q_order = (self.k_order.unsqueeze(1) * each + torch.arange(each, device=device)).flatten()
