@@ -86,16 +86,17 @@ def stream(
         raise ValueError(f"prefix: it has a cache already, made by model.prefix(…); expected no {named!r}, got one")
     if model.training and model.config.dropout:
         raise ValueError("model: expected one in eval mode (model.eval()), got one that drops features out")
-    longest = max(map(len, given)) + (len(prefix.tokens) if prefix else 0) + max_new_tokens
-    limit = model.config.longest
-    if limit is not None and longest > limit + 1:  # the last token is not read
+    longest = max(map(len, given)) + (len(prefix.tokens) if prefix else 0)
+    limit, most = model.config.longest, longest + max_new_tokens
+    if limit is not None and most > limit + 1:  # the last token is not read
         raise ValueError(
             f"max_new_tokens: expected prompt and new tokens of at most {limit + 1} together, since the model learned "
-            f"a vector for each of {limit} positions, got {longest}"
+            f"a vector for each of {limit} positions, got {most}"
         )
-    policy, mode = (cache.get(name) or DEFAULT[name] for name in ("policy", "mode"))
-    if prefix is None:
-        refuse_long(model, len(given) * samples, max(map(len, given)), max_new_tokens, policy, mode)
+    held = {
+        name: cache.get(name) or DEFAULT[name] if prefix is None else getattr(prefix.cache, name) for name in DEFAULT
+    }
+    refuse_long(model, len(given) * samples, longest, max_new_tokens, **held)
     for one in seeds:
         whole_number("seed", one)
     generators = [generator(one, sample) for one in seeds for sample in range(samples)]
