@@ -227,6 +227,11 @@ class TestSampling:
             chances = (self.logits[0] / temperature).softmax(0)
             torch.testing.assert_close(self.frequencies(temperature=temperature), chances, atol=0.03, rtol=0)
 
+    def test_a_tiny_temperature_is_greedy(self) -> None:
+        for options in ({}, {"top_p": 0.9}, {"min_p": 0.5}):
+            for temperature in (1e-12, 1e-308, 5e-324):
+                assert self.frequencies(temperature=temperature, **options)[0] == 1
+
     def test_filters_leave_the_likeliest(self) -> None:
         chances = self.logits[0].softmax(0)  # 0.64, 0.23, 0.09, 0.03, 0.01
         for options, left in (
