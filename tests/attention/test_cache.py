@@ -1,5 +1,6 @@
 """What a cache keeps, that reading it is reading everything, and that what was given up is bounded."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -126,6 +127,23 @@ def test_memory_stays_where_heads_forget() -> None:
     assert pages(cache) > 50
 
 
+@pytest.mark.parametrize("mode", ["exact", "certified"])
+def test_who_reads_the_bound_at_each_step_keeps_no_more(mode: str) -> None:
+    bias = Linear(torch.tensor([2.0, 1.0, 0.5, 0.25], dtype=torch.float64))
+    q, k, v = drawn(300, batch=1)
+    found = []
+    for often in (False, True):
+        cache, kept = Cache(1, "reach", mode=mode, tolerance=1e-3, page=16), []
+        for i in range(300):
+            through(cache, *(x[:, :, i : i + 1] for x in (q, k, v)), 1, bias)
+            kept.append(cache.nbytes)
+            if often:
+                assert cache.bound < 1
+        found.append((kept, pages(cache), cache.bound))
+    assert found[0] == found[1]
+    assert pages(cache) > 0
+
+
 def test_balls_of_what_was_given_up_are_few() -> None:
     bias = Linear(torch.full((HEADS,), 2.0, dtype=torch.float64))
     q, k, v = drawn(3000, batch=1)
@@ -187,12 +205,34 @@ def test_bounded_scores_promise_before_they_start() -> None:
     assert float((found - whole).norm(dim=-1).amax()) <= 2e-3 * float(v.norm(dim=-1).amax())
 
 
+def test_a_promise_holds_for_the_worst_keys() -> None:
+    # Reach ends just before a power of two, so that little is kept to spare. Most old keys stand with the query, the
+    # others and all new ones against it: a ball of old ones alone says more than the promise does.
+    highest, tolerance, slope, length = 8.0, 1e-3, 0.1057, 900
+    needed = (2 * highest - math.log(tolerance) - math.log(-math.expm1(-slope))) / slope
+    assert 235 < needed < 255
+    bias = Linear(torch.full((HEADS,), slope, dtype=torch.float64))
+    q, k, v = drawn(length, batch=1)
+    q, k = torch.zeros_like(q), torch.zeros_like(k)
+    q[..., 0] = (highest * WIDTH**0.5) ** 0.5
+    slot = torch.arange(length)
+    k[..., 0] = torch.where((slot < length // 2) & (slot % 5 > 0), 1, -1) * q[0, 0, 0, 0]
+    whole = attention(q, k, v, bias=bias, tolerance=0)
+    cache = Cache(1, "reach", mode="certified", tolerance=tolerance, highest=[highest * (1 + 1e-9)], page=8)
+    found = through(cache, q, k, v, 8, bias)
+    assert pages(cache) > 0
+    error = float((found - whole).norm(dim=-1).amax())
+    assert error <= 2 * cache.bound * float(v.norm(dim=-1).amax()) + 1e-12
+    assert cache.bound <= tolerance
+
+
 def test_what_is_not_finite_is_no_bound() -> None:
     q, k, v = drawn(60, batch=1)
     k[:, :, 5] = torch.nan
-    cache = Cache(1, "reach", mode="certified", tolerance=1e-3, page=4)
-    through(cache, q, k, v, 1, BIASES["linear"]())
-    assert cache.bound == float("inf") or pages(cache) == 0
+    for highest in (None, [5.0]):
+        cache = Cache(1, "reach", mode="certified", tolerance=1e-3, page=4, highest=highest)
+        through(cache, q, k, v, 1, BIASES["linear"]())
+        assert cache.bound == float("inf") or pages(cache) == 0
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:

@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from lengthen.cli.generate import unescaped
+from lengthen.cli.generate import Speed, unescaped
 from lengthen.cli.main import main
 from lengthen.model import memory
 
@@ -42,9 +43,20 @@ def test_every_cache_writes_the_same_and_says_what_it_took(model: str, capsys: C
     for more in (["--cache", "reach"], ["--cache", "reach", "--mode", "certified"], ["--window", 1000]):
         assert generate(capsys, *words, *more)[0] == plain
     _, told = generate(capsys, *words, "--stats", "--cache", "window", "--window", 8)
-    assert "50 tokens in " in told
+    assert told.startswith("prompt read in ")
+    assert "; 50 tokens in " in told
     assert " tokens/s; cache " in told
     assert "bound " in told
+
+
+def test_the_time_of_a_prompt_is_no_part_of_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 90.0, 92.0])
+    monkeypatch.setattr("lengthen.cli.generate.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    speed = Speed()
+    for _ in range(5):
+        speed.count(2)
+    speed.stop()
+    assert str(speed) == "prompt read in 90.0 s; 10 tokens in 2.0 s: 4.0 tokens/s"
 
 
 def test_a_stop_text_ends_it_and_is_not_printed(model: str, capsys: Capture) -> None:

@@ -6,6 +6,7 @@ from itertools import product
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -182,6 +183,13 @@ def test_a_stream_yields_tokens_as_they_come_and_ends_when_told(make: Make) -> N
     assert model.generate([[1]], 0).tokens == [[]]
 
 
+def test_prompts_may_be_any_sequences_of_whole_numbers(make: Make) -> None:
+    model, prompts = make(), [[1, 2], [3, 4]]
+    expected = model.generate(prompts, 3).tokens
+    for given in (torch.tensor(prompts), torch.tensor(prompts, dtype=torch.int32), np.array(prompts), iter(prompts)):
+        assert model.generate(given, 3).tokens == expected  # type: ignore[arg-type]
+
+
 def test_prompts_that_do_not_fit_are_refused_by_name(make: Make) -> None:
     model = make()
     for prompts, message in (
@@ -203,6 +211,17 @@ def test_prompts_that_do_not_fit_are_refused_by_name(make: Make) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             model.stream([[1]], 3, **options)
+    for prompts, options, message in (
+        ([1, 2], {}, r"prompts\[0\]: expected a sequence of tokens, got 1 \(int\)"),
+        (["ab"], {}, r"prompts\[0\]: expected a sequence of tokens, got 'ab'"),
+        ([[True]], {}, r"prompts\[0\]: expected tokens, which are whole numbers, got True"),
+        ([[1.5]], {}, r"prompts\[0\]: expected tokens, which are whole numbers, got 1\.5"),
+        ([[1]], {"stop": 5}, "stop: expected a sequence of tokens, got 5"),
+        ([[1]], {"stop": ["a"]}, "stop: expected tokens, which are whole numbers, got 'a'"),
+        ([[1]], {"seed": None}, "seed: expected a whole number, got None"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            model.stream(prompts, 3, **options)  # type: ignore[arg-type]
     learned = make(positions="learned")
     assert len(learned.generate([[1, 2]], 39).tokens[0]) == 39
     with pytest.raises(ValueError, match="max_new_tokens: expected prompt and new tokens of at most 41"):
@@ -226,6 +245,11 @@ class TestSampling:
         for temperature in (0.5, 1.0, 3.0):
             chances = (self.logits[0] / temperature).softmax(0)
             torch.testing.assert_close(self.frequencies(temperature=temperature), chances, atol=0.03, rtol=0)
+
+    def test_a_tiny_temperature_is_greedy(self) -> None:
+        for options in ({}, {"top_p": 0.9}, {"min_p": 0.5}):
+            for temperature in (1e-12, 1e-308, 5e-324):
+                assert self.frequencies(temperature=temperature, **options)[0] == 1
 
     def test_filters_leave_the_likeliest(self) -> None:
         chances = self.logits[0].softmax(0)  # 0.64, 0.23, 0.09, 0.03, 0.01

@@ -57,3 +57,19 @@ def test_what_cannot_fit_is_refused(
         return
     with pytest.raises(ValueError, match=rf"^{name}: expected keys and values that fit into memory, got \d × {prompt}"):
         model.stream([[1] * prompt], new, **options)
+
+
+@pytest.mark.parametrize(("options", "refused"), [({}, True), ({"policy": "reach", "mode": "certified"}, False)])
+def test_what_continues_a_prefix_is_counted_with_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], refused: bool
+) -> None:
+    model = make()
+    prefix = model.prefix([1] * 100, **options)
+    there = 150 * memory.cached_token(model)
+    monkeypatch.setattr(memory, "available", lambda device: there)
+    model.stream([[1] * 10], 40, prefix=prefix)
+    if not refused:
+        model.stream([[1] * 10], 41, prefix=prefix)
+        return
+    with pytest.raises(ValueError, match=r"^prompts: expected keys .* got 1 × 110 tokens with 41 new ones"):
+        model.stream([[1] * 10], 41, prefix=prefix)

@@ -50,9 +50,12 @@ def test_which_models_repeat_a_step() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_cuda_graph_replays_a_step(case: str) -> None:
-    model, ids = model_of(qk_norm=case == "certified").cuda(), torch.randint(50, (3, 160)).cuda()
+def test_a_cuda_graph_replays_a_step(case: str, device: str) -> None:
+    if int(device[-1]) >= torch.cuda.device_count():
+        pytest.skip("needs two CUDA devices")
+    model, ids = model_of(qk_norm=case == "certified").to(device), torch.randint(50, (3, 160)).to(device)
     caches = [model.cache(**CASES[case]) for _ in range(2)]
     for cache in caches:
         read(model, ids[:, :40], cache)

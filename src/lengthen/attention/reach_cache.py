@@ -7,7 +7,8 @@ most
 
     e^(s + T(D) − ℓ)
 
-of what was read. The mode says what happens to an evicted page:
+of what was read. With a `Linear` bias only the page's own n keys are summed, e^T(D) − e^T(D + n), so that the pages
+together have no more than one tail. The mode says what happens to an evicted page:
 
     exact       it goes to host memory. Where the pages that are not read could weigh more than the tolerance together,
                 the heaviest are fetched, read and merged.
@@ -18,7 +19,8 @@ Bounds and reaches are not needed to compute an output, so queries are logged wi
 at together. What is kept is read whole.
 
 Where no |scale·q·k| can be above U, as in a model with qk_norm, ℓ ≥ −U and s ≤ U before anything is read. A head with
-slope m that keeps D = (2U − log τ − log(1 − e^−m)) / m keys then has a bound of τ, promised in advance.
+slope m that keeps D = (2U − log τ − log(1 − e^−m)) / m keys then has a bound of τ, promised in advance; where a ball
+says more than U, U is taken.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ class ReachLayer:
         self.exact, self.tolerance, self.highest, self.page = exact, tolerance, highest, page
         self.groups: list[Group] = []
         self.q_order = self.k_order = self.back = torch.empty(0, dtype=torch.int64)  # of heads, by group; and back
-        self.log, self.length = Log(page), 0
+        self.log, self.length, self.due = Log(page), 0, page  # due: the length at which pages are given up next
         self.unread: Tensor | None = None  # the largest weight of what was not read beside what was, as a logarithm
 
     @property
@@ -112,7 +114,7 @@ class ReachLayer:
         other = ReachLayer(self.exact, self.tolerance, self.highest, self.page)
         other.groups = [group.rows(index) for group in self.groups]
         other.q_order, other.k_order, other.back = self.q_order, self.k_order, self.back
-        other.length, other.unread = self.length, self.unread
+        other.length, other.due, other.unread = self.length, self.due, self.unread
         return other
 
     def attend(
@@ -145,10 +147,7 @@ class ReachLayer:
             self.log.add(q, lse, first)
         else:
             self._look(q, lse, first)
-        if not fits or self.log.count == self.log.size:
-            self.settle()
-            for group in self.groups:
-                group.give_up(self.page, forget, self.exact)
+        self._give_up(forget)
         return out
 
     def ordered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,10 +201,16 @@ class ReachLayer:
         self.log.count += 1
         for group in self.groups:
             group.buffer.advance()
-        if self.log.count == self.log.size:
-            self.settle()
-            for group in self.groups:
-                group.give_up(self.page, 0, self.exact)
+        self._give_up(0)
+
+    def _give_up(self, forget: int) -> None:
+        """Once per page of slots, whenever the bound was read: look at the queries, and give up what is too far."""
+        if self.length < self.due:
+            return
+        self.settle()
+        self.due = self.length + self.page
+        for group in self.groups:
+            group.give_up(self.page, forget, self.exact)
 
     @property
     def limit(self) -> float:
@@ -287,7 +292,7 @@ class ReachLayer:
             end, keep = at + len(members), max(members.values(), key=lambda keep: keep or 0)
             # What is not promised is measured; a head that usually reaches everything may turn out not to.
             least = keep if promised or self.tolerance == 0 else self.page
-            groups.append(Group(slice(at * each, end * each), slice(at, end), least, promised, device))
+            groups.append(Group(slice(at * each, end * each), slice(at, end), least, promised, self.highest, device))
             at = end
         self.k_order = torch.tensor(order, device=device)
         self.q_order = (self.k_order.unsqueeze(1) * each + torch.arange(each, device=device)).flatten()

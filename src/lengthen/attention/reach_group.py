@@ -46,19 +46,22 @@ class Page:
 class Group:
     """Heads that keep alike many keys, and are read in one call: slices of a layer's heads in its own order."""
 
-    def __init__(self, q: slice, k: slice, keep: int | None, promised: bool, device: torch.device) -> None:
+    def __init__(
+        self, q: slice, k: slice, keep: int | None, promised: bool, highest: float | None, device: torch.device
+    ) -> None:
         self.q, self.k, self.keep, self.promised = q, k, keep, promised
+        self.highest = highest  # what no score is above, where that is known
         self.buffer = Buffer()
         self.bias: Bias | None = None  # of these heads, at the last call
         self.centred = True  # whether a ball may have any centre: not with a decay
         self.pages: list[Page] = []
         self.need = torch.zeros((), dtype=torch.float64, device=device)  # the farthest reach so far
         self.before, self.due = 0.0, 0  # in exact mode, the farthest reach of the page before; when to look again
-        self._stacked: tuple[Tensor, Tensor, Tensor] | None = None
+        self._stacked: tuple[Tensor, ...] | None = None
 
     def rows(self, index: Tensor) -> Group:
         """Return the group with these sequences."""
-        other = Group(self.q, self.k, self.keep, self.promised, self.need.device)
+        other = Group(self.q, self.k, self.keep, self.promised, self.highest, self.need.device)
         other.buffer, other.need = self.buffer.rows(index), self.need
         other.bias, other.centred = self.bias, self.centred
         other.before, other.due = self.before, self.due
@@ -85,9 +88,10 @@ class Group:
         scale, bias = 1 / math.sqrt(q.shape[3]), self.bias
         if self._stacked is None:
             balls = [page.ball for page in self.pages]
-            ends = torch.tensor([page.end for page in self.pages], device=q.device)
-            self._stacked = torch.stack([b.centre for b in balls], 2), torch.stack([b.radius for b in balls], 2), ends
-        centre, radius, ends = self._stacked
+            ends, sizes = torch.tensor([[page.end, page.size] for page in self.pages], device=q.device).T
+            centres, radii = ([getattr(ball, name) for ball in balls] for name in ("centre", "radius"))
+            self._stacked = torch.stack(centres, 2), torch.stack(radii, 2), ends, sizes
+        centre, radius, ends, sizes = self._stacked
         each = q.shape[1] // centre.shape[1]
         wide = q.to(radius.dtype)
         dot = wide @ centre.to(radius.dtype).repeat_interleave(each, dim=1).mT
@@ -95,7 +99,12 @@ class Group:
         place = torch.arange(self.buffer.end - q.shape[2], self.buffer.end, device=q.device)
         bias = Linear(bias.slopes.double()) if isinstance(bias, Linear) else bias
         tail = bias.tail(place.unsqueeze(1) - ends + 1, self.buffer.end - 1)  # [heads, queries, pages]
-        weight: Tensor = (scale * dot + abs(scale) * spread).double() + tail - lse.double().unsqueeze(-1)
+        if isinstance(bias, Linear):  # of the page's keys alone: tails of many pages would add up to more than one tail
+            tail = tail + torch.log(-torch.expm1(-bias.slopes.unsqueeze(1) * sizes)).unsqueeze(1)
+        score = (scale * dot + abs(scale) * spread).double()
+        if self.highest is not None:  # a ball holds more than its keys; ∞ is of keys that are not finite
+            score = score.where(score.isinf(), score.clamp(max=self.highest))
+        weight: Tensor = score + tail - lse.double().unsqueeze(-1)
         # NaN is no bound. Who does not see a page, or sees nothing, leaves none of it out.
         weight = weight.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
         blind = (first.unsqueeze(-1) >= ends).unsqueeze(1) | (lse == -torch.inf).unsqueeze(-1)

@@ -13,7 +13,7 @@ starts a new document: after the end token, if its tokenizer has one. Prompts mu
 was printed. The same seed gives the same text.
 
 --cache chooses which keys and values are kept (docs/generation.md): full, window (with --window or --block), or reach.
---stats prints tokens/s, the cache's size and its bound to stderr.
+--stats prints how long the prompt took, tokens/s after it, the cache's size and its bound to stderr.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Arguments:
     window: int | None = None  # sliding window: tokens that each token sees, itself included; none: all
     block: int | None = None  # blockwise causal attention with blocks of this many tokens
     chunk: int = 512  # tokens of a prompt that are read at once
-    stats: bool = False  # print tokens/s, the cache's size and bound
+    stats: bool = False  # print the prompt's time, tokens/s, the cache's size and bound
     data: Path | None = None  # token shards with the tokenizer; none: those that the model was trained on
     checkpoint: Literal["last", "best"] = "last"  # which of a run's checkpoints
     device: str | None = None  # cpu or cuda; none: cuda where there is one
@@ -159,24 +159,25 @@ def write(model: Transformer, tokenizer: Tokenizer, prompt: str, arguments: Argu
         )
     except ValueError as problem:  # of the library, which calls it otherwise
         raise ValueError(str(problem).replace("max_new_tokens:", "--tokens:", 1)) from None
-    began, count, cache, status = time.monotonic(), 0, None, 0
+    speed, cache, status = Speed(), None, 0
     try:
         for step in steps:
-            count, cache = count + len(step.tokens), step.cache
+            speed.count(len(step.tokens))
+            cache = step.cache
             if alone:
                 print(texts[0].take(), end="", flush=True)
     except KeyboardInterrupt:
         status = 130
-    seconds = time.monotonic() - began
+    speed.stop()
     for number, text in enumerate(texts, 1):
         text.finish()
         if not alone:
             print(f"--- {number} of {len(texts)} ---")
         print(text.take(), flush=True)
     if status:
-        print(f"stopped after {count:,} tokens", file=sys.stderr)
+        print(f"stopped after {speed.tokens:,} tokens", file=sys.stderr)
     if arguments.stats:
-        print(statistics(count, seconds, cache), file=sys.stderr)
+        print(statistics(speed, cache), file=sys.stderr)
     return status
 
 
@@ -191,13 +192,39 @@ def mask_of(window: int | None, block: int | None) -> Mask | None:
     return None if window is None else Window(window)
 
 
-def statistics(count: int, seconds: float, cache: Cache | None) -> str:
+class Speed:
+    """How long the prompt took, and how fast tokens came after the first, which reading the prompt gives."""
+
+    def __init__(self) -> None:
+        self.tokens, self.later = 0, 0
+        self.began = self.ended = time.monotonic()
+        self.read: float | None = None  # when the prompt was read
+
+    def count(self, tokens: int) -> None:
+        """Count a step's tokens."""
+        if self.read is None:
+            self.read = time.monotonic()
+        else:
+            self.later += tokens
+        self.tokens += tokens
+
+    def stop(self) -> None:
+        """Stop the clock."""
+        self.ended = time.monotonic()
+
+    def __str__(self) -> str:
+        read = self.ended if self.read is None else self.read
+        seconds = self.ended - read
+        rate = f": {self.later / seconds:,.1f} tokens/s" if self.later and seconds else ""
+        return f"prompt read in {read - self.began:.1f} s; {self.tokens:,} tokens in {seconds:.1f} s{rate}"
+
+
+def statistics(speed: Speed, cache: Cache | None) -> str:
     """Return a line on speed and memory."""
-    line = f"{count:,} tokens in {seconds:.1f} s: {count / max(seconds, 1e-9):,.1f} tokens/s"
     if cache is None:
-        return line
+        return str(speed)
     host = f", {amount(cache.host_nbytes)} in host memory" if cache.host_nbytes else ""
-    return f"{line}; cache {amount(cache.nbytes)}{host} for {cache.length:,} tokens, bound {cache.bound:.1e}"
+    return f"{speed}; cache {amount(cache.nbytes)}{host} for {cache.length:,} tokens, bound {cache.bound:.1e}"
 
 
 def unescaped(text: str) -> str:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ def stream(
     whole_number("max_new_tokens", max_new_tokens, at_least=0)
     whole_number("samples", samples, at_least=1)
     whole_number("chunk", chunk, at_least=1)
-    seeds = [seed] * len(given) if isinstance(seed, int) else list(seed)
+    seeds = list(seed) if isinstance(seed, Sequence) else [seed] * len(given)
     if len(seeds) != len(given):
         raise ValueError(f"seed: expected a number, or one for each of {len(given)} prompts, got {len(seeds)}")
     own = [name for name, value in cache.items() if value is not None and value != DEFAULT.get(name)]
@@ -86,20 +87,21 @@ def stream(
         raise ValueError(f"prefix: it has a cache already, made by model.prefix(…); expected no {named!r}, got one")
     if model.training and model.config.dropout:
         raise ValueError("model: expected one in eval mode (model.eval()), got one that drops features out")
-    longest = max(map(len, given)) + (len(prefix.tokens) if prefix else 0) + max_new_tokens
-    limit = model.config.longest
-    if limit is not None and longest > limit + 1:  # the last token is not read
+    longest = max(map(len, given)) + (len(prefix.tokens) if prefix else 0)
+    limit, most = model.config.longest, longest + max_new_tokens
+    if limit is not None and most > limit + 1:  # the last token is not read
         raise ValueError(
             f"max_new_tokens: expected prompt and new tokens of at most {limit + 1} together, since the model learned "
-            f"a vector for each of {limit} positions, got {longest}"
+            f"a vector for each of {limit} positions, got {most}"
         )
-    policy, mode = (cache.get(name) or DEFAULT[name] for name in ("policy", "mode"))
-    if prefix is None:
-        refuse_long(model, len(given) * samples, max(map(len, given)), max_new_tokens, policy, mode)
+    held = {
+        name: cache.get(name) or DEFAULT[name] if prefix is None else getattr(prefix.cache, name) for name in DEFAULT
+    }
+    refuse_long(model, len(given) * samples, longest, max_new_tokens, **held)
     for one in seeds:
         whole_number("seed", one)
     generators = [generator(one, sample) for one in seeds for sample in range(samples)]
-    run = _Run(model, given, sampling, samples, generators, frozenset(stop), until, max_new_tokens)
+    run = _Run(model, given, sampling, samples, generators, frozenset(whole("stop", stop)), until, max_new_tokens)
     return run.steps(prefix, chunk, cache) if max_new_tokens else iter(())
 
 
@@ -222,12 +224,12 @@ def checked_prompts(model: Transformer, prompts: Prompts, prefix: Prefix | None 
     for number, one in enumerate(prompts):
         if isinstance(one, Tensor) and (one.dim() != 1 or one.is_floating_point()):
             raise ValueError(f"prompts[{number}]: expected integers of one dimension, got {describe(one)}")
-        tokens = one.tolist() if isinstance(one, Tensor) else list(one)
+        tokens = whole(f"prompts[{number}]", one.tolist() if isinstance(one, Tensor) else one)
         if not tokens and prefix is None:
             raise ValueError(
                 f"prompts[{number}]: expected at least one token, got none; begin with the tokenizer's end token"
             )
-        wrong = [t for t in tokens if not isinstance(t, int) or not 0 <= t < model.config.vocabulary]
+        wrong = [t for t in tokens if not 0 <= t < model.config.vocabulary]
         if wrong:
             raise ValueError(f"prompts[{number}]: expected tokens 0 … {model.config.vocabulary - 1}, got {wrong[0]!r}")
         found.append(tokens)
@@ -235,4 +237,16 @@ def checked_prompts(model: Transformer, prompts: Prompts, prefix: Prefix | None 
         raise ValueError("prompts: expected at least one, got none")
     if prefix is not None and len({len(one) for one in found}) > 1:
         raise ValueError("prompts: expected one length for all that continue a prefix, got several: make several calls")
+    return found
+
+
+def whole(name: str, tokens: Iterable[object]) -> list[int]:
+    """Return tokens as Python's integers; those of numpy are taken too."""
+    if isinstance(tokens, str) or not isinstance(tokens, Iterable):
+        raise TypeError(f"{name}: expected a sequence of tokens, got {describe(tokens)}")
+    found = []
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, SupportsIndex):
+            raise TypeError(f"{name}: expected tokens, which are whole numbers, got {describe(token)}")
+        found.append(index(token))
     return found

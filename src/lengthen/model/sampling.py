@@ -53,7 +53,8 @@ class Sampling:
             logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
         if self.temperature == 0:
             return logits.argmax(dim=-1)
-        ordered, order = (logits / self.temperature).sort(dim=-1, descending=True, stable=True)
+        below = logits - logits.amax(dim=-1, keepdim=True)  # else ∞ − ∞ at a tiny temperature
+        ordered, order = (below / self.temperature).sort(dim=-1, descending=True, stable=True)
         chances = self._filtered(ordered).softmax(dim=-1)
         drawn = torch.tensor([one.random() for one in generators], dtype=torch.float64)
         heights = chances.cumsum(dim=-1)

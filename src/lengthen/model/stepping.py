@@ -54,13 +54,20 @@ class Stepper:
             assert self.tokens is not None
             self.tokens.copy_(tokens.unsqueeze(1))
             if self.graph is None:
-                self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph):
-                    self.logits = read(self.model, self.tokens, self.static)
+                self.graph = self._captured(self.tokens, self.static)
             self.graph.replay()
         self.static.advance()
         assert self.logits is not None
         return self.logits
+
+    def _captured(self, tokens: Tensor, static: StaticCache) -> torch.cuda.CUDAGraph:
+        """Return a graph of a step, whose logits `logits` then are; nothing is computed yet."""
+        graph, device = torch.cuda.CUDAGraph(), tokens.device
+        # torch's own stream for captures belongs to one device, and nothing of another's would be in the graph.
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device), torch.cuda.graph(graph, stream=stream):
+            self.logits = read(self.model, tokens, static)
+        return graph
 
 
 def repeats(model: Transformer, cache: Cache) -> bool:

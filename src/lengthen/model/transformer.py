@@ -207,6 +207,7 @@ class Transformer(nn.Module):
 
     def generate(self, prompts: Prompts, max_new_tokens: int, **options: Any) -> generation.Generated:
         """Return the new tokens of each sequence, why it ended, and the cache's bound; arguments as for `stream`."""
+        prompts = prompts if isinstance(prompts, Tensor) else list(prompts)
         return generation.gather(
             len(prompts) * options.get("samples", 1), self.stream(prompts, max_new_tokens, **options)
         )
