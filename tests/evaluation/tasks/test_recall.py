@@ -58,7 +58,7 @@ def test_a_tokenizer_of_characters(text: Haystack) -> None:
     recall = TASKS["recall"]
     if text.tokenizer.name == "bytes":
         assert [len(one.ids) for one in recall.samples(text, 50, [0.5], 3, 0)] == [50, 50, 50]
-        with pytest.raises(ValueError, match=r"^lengths: expected at least 4 tokens"):
+        with pytest.raises(ValueError, match=r"^lengths: recall: expected at least 4 tokens"):
             recall.samples(text, 3, [0.5], 1, 0)
     else:
         with pytest.raises(ValueError, match=r"^task: recall needs a tokenizer that has a token for each character"):
