@@ -49,8 +49,12 @@ def test_what_a_caller_changes_is_a_copy(sides: str) -> None:
         if tensor is not None:
             tensor.zero_()
     again = method.bias(3)
-    assert torch.equal(again.slopes, alibi_slopes(4))
-    assert again.ahead is None or torch.equal(again.ahead, alibi_slopes(4).flip(0))
+    if sides == "same":
+        assert torch.equal(again.slopes, alibi_slopes(4))
+        assert again.ahead is None
+    else:
+        assert torch.equal(again.slopes, alibi_slopes(4) * torch.tensor([4, 1, 4, 1]))
+        assert torch.equal(again.ahead, alibi_slopes(4) * torch.tensor([1, 4, 1, 4]))
 
 
 def test_sides() -> None:
@@ -58,9 +62,16 @@ def test_sides() -> None:
     same = make().bias(3).at(distance)
     assert torch.equal(same[:, 0], same[:, 2])
     separate = make(sides="separate").bias(3).at(distance)
-    assert torch.equal(separate[:, 2], same[:, 2])
-    assert torch.equal(separate[:, 0], same[:, 2].flip(0))
-    assert separate[0, 0] > separate[0, 2]  # the head that looks near behind looks far ahead
+    assert torch.equal(separate[:, 2], same[:, 2] * torch.tensor([4, 1, 4, 1]))
+    assert torch.equal(separate[:, 0], same[:, 0] * torch.tensor([1, 4, 1, 4]))
+    assert not torch.equal(*(one.at(distance) for one in (make(1, sides="separate").bias(3), make(1).bias(3))))
+
+
+def test_an_encoder_has_heads_that_look_near_on_both_sides() -> None:
+    """Without one that attends to the neighbours, an encoder hardly learned to use context (docs/findings.md)."""
+    weights = make(8, sides="separate").bias(128).at(torch.arange(-128, 129)).softmax(-1)
+    near = weights[:, 128 - 4 : 128 + 5].sum(-1)
+    assert near.max() > 0.9
 
 
 @pytest.mark.parametrize("own", [[0.5, 0.1, 0.3], (0.5, 0.1, 0.3), torch.tensor([0.5, 0.1, 0.3])])
@@ -68,8 +79,8 @@ def test_slopes_of_ones_own(own: Any) -> None:
     expected = torch.tensor([0.5, 0.1, 0.3])
     assert torch.equal(make(3, slopes=own).bias(9).slopes, expected)
     bias = make(3, slopes=own, learned=True, sides="separate").bias(9)
-    torch.testing.assert_close(bias.slopes, expected)
-    torch.testing.assert_close(bias.ahead, expected.flip(0))
+    torch.testing.assert_close(bias.slopes, expected * torch.tensor([4, 1, 4]))
+    torch.testing.assert_close(bias.ahead, expected * torch.tensor([1, 4, 1]))
 
 
 def test_learned_slopes_start_at_the_standard_ones_and_stay_positive() -> None:

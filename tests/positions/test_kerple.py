@@ -93,9 +93,9 @@ def test_sides(kind: str) -> None:
     assert same.ahead is None
     bias = separate.bias(9)
     assert bias.ahead is not None
-    assert torch.equal(bias.values, same.values)
-    assert torch.equal(bias.ahead, same.values.flip(0))
-    assert bias.ahead[0, 9] > bias.values[0, 9]  # the head that looks near behind looks far ahead
+    steeper = torch.where(torch.arange(len(same.values)) % 2 == 0, 4, 1).unsqueeze(1)
+    torch.testing.assert_close(bias.values, same.values * steeper)
+    torch.testing.assert_close(bias.ahead, same.values * (4 / steeper))
     for parameter in separate.parameters():  # each moves its own side alone
         before, ahead = separate.bias(9).values, separate.bias(9).ahead
         with torch.no_grad():

@@ -4,7 +4,9 @@
 
 No position enters anywhere else. A model trained at one length keeps its perplexity, or betters it, at many
 times that length. In an encoder keys stand ahead of the query too: `sides` says whether they are penalised
-alike. If they are, the model cannot tell left from right.
+alike. If they are, the model cannot tell left from right. If not, one side is four times as steep, in turn:
+
+    4·m_h·(i − j) behind and m_h·(j − i) ahead for h = 1, 3, 5 …, the reverse for h = 2, 4, 6 …
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 from lengthen.attention.biases import Linear, alibi_slopes
 from lengthen.checks import choice, describe, flag, number, whole_number
-from lengthen.positions.method import PositionMethod, widen
+from lengthen.positions.method import PositionMethod, side_factors, widen
 
 
 class ALiBi(PositionMethod):
@@ -51,12 +53,12 @@ class ALiBi(PositionMethod):
 
     def reset_parameters(self) -> None:
         """Set learned slopes back to those the module was built with."""
-        slopes = torch.tensor(self.initial_slopes, dtype=torch.float64)
+        slopes, ahead = self._both_sides()
         with torch.no_grad():
             if self.log_slopes is not None:
                 self.log_slopes.copy_(slopes.log())
             if self.log_ahead is not None:
-                self.log_ahead.copy_(slopes.flip(0).log())
+                self.log_ahead.copy_(ahead.log())
 
     def bias(self, max_distance: int) -> Linear:
         """Return the slopes, float32 at least; gradients flow to them if they are learned."""
@@ -66,13 +68,19 @@ class ALiBi(PositionMethod):
         ahead = None if self.log_ahead is None else widen(self.log_ahead).exp()
         return Linear(widen(self.log_slopes).exp(), ahead)
 
+    def _both_sides(self) -> tuple[Tensor, Tensor]:
+        """Return the slopes that the module was built with, behind and ahead of the query, float64 on the CPU."""
+        slopes = torch.tensor(self.initial_slopes, dtype=torch.float64, device="cpu")
+        behind, ahead = side_factors(self.heads)
+        return (slopes, slopes) if self.sides == "same" else (slopes * behind, slopes * ahead)
+
     def _fixed(self) -> Linear:
         kept: Tensor | None = self._kept
         if kept is None or kept.device != self.device:  # once: to make them on a GPU, the CPU waits for it
             with torch.inference_mode(False):  # else a later training step could not use what was made here
-                kept = self._kept = torch.tensor(self.initial_slopes, dtype=torch.float32, device=self.device)
-        # Copies, which a caller may change. Reversed, a head that looks far on one side looks near on the other.
-        return Linear(kept.clone(), kept.flip(0) if self.sides == "separate" else None)
+                kept = self._kept = torch.stack(self._both_sides()).float().to(self.device)
+        slopes, ahead = kept.clone()  # which a caller may change
+        return Linear(slopes, ahead if self.sides == "separate" else None)
 
 
 def standard_slopes(heads: int) -> tuple[float, ...]:

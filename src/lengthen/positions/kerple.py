@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lengthen.attention.biases import Table
 from lengthen.checks import choice, whole_number
-from lengthen.positions.method import PositionMethod, widen
+from lengthen.positions.method import PositionMethod, side_factors, widen
 
 
 class Kerple(PositionMethod):
@@ -47,8 +47,7 @@ class Kerple(PositionMethod):
         For the log, r₁ = 2s and r₂ = s, which fill (0, 2] and (0, 1], where the paper draws them at random.
         For the power, r₁ = r₂ = s, so that no head begins steeper than −d: the paper's range for r₂ goes on
         to 2, where a head sees little but the token itself. Nothing is random, so that two models start
-        alike. Keys ahead have those of the heads in reverse, so that one that looks far on one side looks near on the
-        other.
+        alike. With separate sides, r₁ is four times as large on one of them, in turn.
         """
         s = torch.arange(self.heads, 0, -1, dtype=torch.float64, device=self.raw_r1.device) / self.heads
         with torch.no_grad():
@@ -59,8 +58,10 @@ class Kerple(PositionMethod):
                 self.raw_r1.copy_(s.log())
                 self.raw_r2.copy_((s / 2).logit())
             if self.ahead_r1 is not None and self.ahead_r2 is not None:
-                self.ahead_r1.copy_(self.raw_r1.flip(0))
-                self.ahead_r2.copy_(self.raw_r2.flip(0))
+                behind, ahead = (factor.to(s.device) for factor in side_factors(self.heads))
+                self.ahead_r1.copy_(self.raw_r1 + ahead.log())
+                self.ahead_r2.copy_(self.raw_r2)
+                self.raw_r1.add_(behind.log())
 
     @property
     def r1(self) -> Tensor:

@@ -24,6 +24,7 @@ from lengthen.attention.checks import index_tensor
 from lengthen.checks import describe, whole_number
 
 PLACES = ("embed", "rotate", "decay", "bias")
+STEEPER = 4.0  # a penalty on one side of the query, beside that on the other: 2 is worse, more is not better
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +112,16 @@ class PositionMethod(nn.Module):
     def bias(self, max_distance: int) -> Bias | None:
         """Return what is added to scores, defined for distances of at most `max_distance`, or None."""
         return None
+
+
+def side_factors(heads: int) -> tuple[Tensor, Tensor]:
+    """Return what a symmetric penalty is multiplied by behind and ahead of the query, one number per head, on the CPU.
+
+    They are 4 and 1, then 1 and 4, in turn: each head prefers a side, and a steep one still looks near on both.
+    """
+    behind, ahead = torch.ones(2, heads, dtype=torch.float64, device="cpu")
+    behind[0::2] = ahead[1::2] = STEEPER
+    return behind, ahead
 
 
 def check_positions(x: Tensor, positions: object, dims: int, last: tuple[str, int]) -> Tensor:
