@@ -44,7 +44,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 VOCABULARY, LENGTH, BATCH, LR = 64, 64, 32, 2e-3
 PERIODS = (8, 33)  # from, and below
-STEPS, WARMUP, EVERY = 3_000, 50, 50
+STEPS, WARMUP, EVERY = 1_000, 50, 50
 LEARNED = 0.1 * math.log(VOCABULARY)
 
 
