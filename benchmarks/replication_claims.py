@@ -26,14 +26,14 @@ from lengthen.evaluation.errors import Difference, difference
 from lengthen.io import read_toml, write_text
 from lengthen.model.loss import perplexity
 
-HOLDS, PARTLY, FAILS = "holds", "holds in part", "does not hold here"
-SPEEDS = [RESULTS.parent / f"training_{name}.json" for name in ("gpu-lengths-2026-11-16", "cpu-2026-11-19")]
+HOLDS, PARTLY, FAILS, NONE = "holds", "holds in part", "does not hold here", "–"
+SPEEDS = [RESULTS.parent / f"training_{name}.json" for name in ("gpu-lengths-2026-11-16",)]
 TRAINS, READS, MEMORY = "tokens_per_second", "reading_tokens_per_second", "gigabytes"
 PLAIN, BLOCKS = "nonoverlapping", "blockwise"
 MARKS = "<!-- replication_claims.py begins -->", "<!-- replication_claims.py ends -->"
 
 Row = tuple[str, str, int]  # of speeds: preset, method, length
-Judged = tuple[list[str], str]  # what was found, and the verdict
+Judged = tuple[list[str], str]  # what was found, what decides first, and the verdict
 
 
 class MissingError(LookupError):
@@ -268,7 +268,7 @@ def c12(found: Found) -> Judged:
     correlation = spearman([heights[run] for run in runs], [losses[run] for run in runs])
     said = ", ".join(f"{run} {heights[run]:.2g}" for run in sorted(runs, key=lambda run: -heights[run]))
     verdict = HOLDS if correlation < -0.7 else PARTLY if correlation < 0 else FAILS
-    return [f"at 2L: {said}", f"rank correlation with the change at 4L: {correlation:.2f}"], verdict
+    return [f"rank correlation with the change at 4L: {correlation:.2f}", f"at 2L: {said}"], verdict
 
 
 def spearman(x: list[float], y: list[float]) -> float:
@@ -291,7 +291,7 @@ def c14(found: Found) -> Judged:
             parts.append(f"{learned} beside {fixed} at {times}L: {found.change(At(learned, times), At(fixed, times))}")
     for run in ("encoder-alibi", "encoder-xpos", "encoder-rotary"):
         parts.append(f"{run}, 4L: {grows(found, run, times=4)}")
-    return parts, "–"
+    return parts, NONE
 
 
 def c15(found: Found) -> Judged:
@@ -304,7 +304,7 @@ def c15(found: Found) -> Judged:
         unlike = found.readings(At(run, 1, text="wikitext")).values()
         height = statistics.mean(perplexity(one["loss"]) for one in unlike)
         parts.append(f"{run}: nats by step {nats}; perplexity of WikiText at L {height:.4g}")
-    return parts, "–"
+    return parts, NONE
 
 
 @dataclass(frozen=True)
@@ -315,13 +315,14 @@ class Claim:
     paper: str
     holds_if: str  # empty: there is nothing to decide
     measure: Callable[[Found], Judged]
+    speed: bool = False  # whether training_speed.py measured a part of it
 
     def judge(self, found: Found) -> Judged:
         """Return what was found and the verdict."""
         try:
             return self.measure(found)
         except MissingError as missing:
-            return [f"not measured: {missing} is missing"], "–"
+            return [f"not measured: {missing} is missing"], NONE
 
 
 CLAIMS = {
@@ -342,12 +343,14 @@ CLAIMS = {
         "19.65 → 18.8",
         "it is at most 2 % higher at 4L, and trains slower than sinusoidal; in part: at most 2 % higher at 2L",
         c3,
+        speed=True,
     ),
     "C4": Claim(
         "ALiBi trained at L beats sinusoidal trained at 6L, both read at 6L, and trains faster",
         "18.40 and 18.67; 1.8 ×",
         "both, after the same number of tokens; in part: one of them",
         c4,
+        speed=True,
     ),
     "C5": Claim(
         "ALiBi is flat or better far beyond L",
@@ -360,6 +363,7 @@ CLAIMS = {
         "8.92 and 9.01; 11 % (1.3B)",
         "it is at most 2 % worse, and `xl` trains faster; in part: the first alone",
         c6,
+        speed=True,
     ),
     "C7": Claim(
         "ALiBi is as fast and as small as sinusoidal",
@@ -367,6 +371,7 @@ CLAIMS = {
         "it trains at 0.99 of the speed or more at L, 2L and 4L, in 1.01 of the memory or less; in part: memory was "
         "not measured",
         c7,
+        speed=True,
     ),
     "C8": Claim(
         "with a small stride ALiBi is flat: its gain is the early-token curse fading",
@@ -390,13 +395,13 @@ CLAIMS = {
         "the rank correlation of resolution at 2L with the change at 4L is below −0.7; in part: below 0",
         c12,
     ),
-    "C13": Claim("xPos costs 6 % at inference", "6 %", "it reads at 0.9 to 1 of rotary's speed", c13),
+    "C13": Claim("xPos costs 6 % at inference", "6 %", "it reads at 0.9 to 1 of rotary's speed", c13, speed=True),
     "C14": Claim("learned slopes, learned γ, both sides", "future work", "", c14),
     "C15": Claim("ALiBi learns to copy later than rotary", "–", "", c15),
 }
 
 
-def page(found: dict[str, Found]) -> str:
+def page(found: dict[str, Found], campaign: Campaign) -> str:
     """Return the table of verdicts, and what each is of."""
     judged = {name: {scale: claim.judge(one) for scale, one in found.items()} for name, claim in CLAIMS.items()}
     lines = [
@@ -404,11 +409,16 @@ def page(found: dict[str, Found]) -> str:
         "|---|---|---|" + "---|" * len(found),
     ]
     for name, claim in CLAIMS.items():
-        verdicts = " | ".join(verdict for _, verdict in judged[name].values())
-        lines.append(f"| {name} | {claim.says} | {claim.paper} | {verdicts} |")
+        cells = [
+            verdict if verdict == NONE else f"**{verdict}**: {parts[0]}" for parts, verdict in judged[name].values()
+        ]
+        lines.append(f"| {name} | {claim.says} | {claim.paper} | {' | '.join(cells)} |")
+    lines += ["", "## What each verdict is of"]
     for name, claim in CLAIMS.items():
         decided = f"Holds if: {claim.holds_if}." if claim.holds_if else "In neither paper."
-        lines += ["", f"**{name}, {claim.says}.** {decided}", ""]
+        runs = ",".join(run.name for run in campaign.runs if name in run.claims)
+        commands = [f"`replication.py --runs {runs}`"] * bool(runs) + ["`training_speed.py`"] * claim.speed
+        lines += ["", f"**{name}, {claim.says}.** {decided} Measured by {' and '.join(commands)}.", ""]
         lines += [f"- `{scale}`: {part}" for scale, (parts, _) in judged[name].items() for part in parts]
     return "\n".join(lines)
 
@@ -428,8 +438,9 @@ def main() -> int:
     parser.add_argument("--speeds", type=Path, nargs="+", default=SPEEDS, help="what training_speed.py wrote")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put it into this page")
     options = parser.parse_args()
-    scales = read_toml(HERE / "replication.toml", Campaign).scales
-    table = page({name: Found(options.results / name, options.speeds, scale) for name, scale in scales.items()})
+    campaign = read_toml(HERE / "replication.toml", Campaign)
+    scales = campaign.scales.items()
+    table = page({name: Found(options.results / name, options.speeds, scale) for name, scale in scales}, campaign)
     if options.write:
         write_text(options.write, written(options.write.read_text(encoding="utf-8"), table))
     else:

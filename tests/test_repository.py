@@ -107,13 +107,13 @@ print(json.dumps(found))
     assert {name: text for name, text in said.items() if not text.startswith("usage:")} == {}
 
 
-def test_the_overview_is_of_the_committed_results(tmp_path: Path) -> None:
-    made = tmp_path / "overview.svg"
-    subprocess.run([sys.executable, str(ROOT / "benchmarks" / "figure.py"), "--out", str(made)], check=True)
-    # The lines alone: how wide text is, and so where panels stand, depends on the fonts of a machine.
-    lines = [
-        re.findall(r'<path[^>]*line mark[^>]* d="([^"]+)"', path.read_text(encoding="utf-8"))
-        for path in (made, ROOT / "docs" / "figures" / "overview.svg")
-    ]
-    assert lines[0] == lines[1]
-    assert len(lines[0]) == 10
+def test_the_figures_are_of_the_committed_results(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(ROOT / "benchmarks" / "figure.py"), "--out", str(tmp_path)], check=True)
+    for name, count in {"overview.svg": 11, "replication.svg": 10}.items():
+        # The lines alone: how wide text is, and so where panels stand, depends on the fonts of a machine.
+        lines = [
+            re.findall(r'<path[^>]*line mark[^>]* d="([^"]+)"', (folder / name).read_text(encoding="utf-8"))
+            for folder in (tmp_path, ROOT / "docs" / "figures")
+        ]
+        assert lines[0] == lines[1]
+        assert len(lines[0]) == count
