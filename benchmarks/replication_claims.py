@@ -27,7 +27,7 @@ from lengthen.io import read_toml, write_text
 from lengthen.model.loss import perplexity
 
 HOLDS, PARTLY, FAILS, NONE = "holds", "holds in part", "does not hold here", "–"
-SPEEDS = [RESULTS.parent / f"training_{name}.json" for name in ("gpu-lengths-2026-11-16",)]
+SPEEDS = [RESULTS.parent / f"training_{name}.json" for name in ("gpu-lengths-2026-11-16", "cpu-2026-11-20")]
 TRAINS, READS, MEMORY = "tokens_per_second", "reading_tokens_per_second", "gigabytes"
 PLAIN, BLOCKS = "nonoverlapping", "blockwise"
 MARKS = "<!-- replication_claims.py begins -->", "<!-- replication_claims.py ends -->"
