@@ -7,6 +7,8 @@ A change is of two readings of the same tokens: perplexities, means over seeds, 
 over seeds, the lowest and the highest, and the largest standard error of one (paired over segments of the text). A
 claim whose runs are not there yet says which are missing. L is the training length of the scale. Speeds and memory are
 those that `training_speed.py` measured.
+
+The file is long because a claim's words and the few lines that decide it stand together.
 """
 
 from __future__ import annotations

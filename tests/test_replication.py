@@ -150,6 +150,11 @@ def test_claims_are_of_paired_readings(tmp_path: Path) -> None:
     assert {rows[name][column + 1].strip() for name in said} == {"–"}  # of `tiny` there is nothing
 
 
+def test_the_page_is_of_the_committed_results() -> None:
+    page = (BENCHMARKS.parent / "docs" / "replication.md").read_text(encoding="utf-8")
+    assert run("replication_claims.py", code=0).strip() in page
+
+
 def test_the_committed_campaign_can_be_run() -> None:
     from replication import HERE, Campaign
     from replication_claims import CLAIMS
